@@ -1,0 +1,45 @@
+# Every target is one line that calls tools/. `make help` lists them.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
+PY := .venv/bin/python
+SERVE_FLAGS ?= --attention-backend sm120_mla --tp 8
+.DEFAULT_GOAL := help
+.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test check rebase kernels lint bench gpu-report uninstall clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+setup: ## make .venv with the tools and the CPU requirements
+	@$(or $(PYTHON),python3) tools/setup.py
+fetch: setup ## download the pinned upstream wheel and verify its sha256
+	@$(PY) -m tools.fork fetch
+apply-patches: setup ## bring build/checkout to the pinned release plus patches/
+	@$(PY) -m tools.fork apply
+export-patches: setup ## write the commits of build/checkout to patches/ and upstream.lock
+	@$(PY) -m tools.fork export
+wheel: setup ## build the patched wheel with CUDA kernels into build/dist
+	@$(PY) -m tools.fork build $(WHEEL_FLAGS)
+install: setup ## build the wheel and install it into .venv; kernels only where there is nvcc
+	@$(PY) -m tools.fork install --kernels-if-nvcc
+serve-tiny: install ## serve the tiny model on the CPU until interrupted
+	@$(PY) -m tools.demo --serve
+demo: install ## serve the tiny model on the CPU, ask it something, show which backend answered
+	@$(PY) -m tools.demo
+serve: setup ## MODEL=... serve a model on this machine's GPUs
+	@$(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --model-path $(or $(MODEL),$(error set MODEL=...)) $(SERVE_FLAGS)
+test: install ## run every test that this machine can run
+	@$(PY) -m pytest tests $(TEST_FLAGS)
+check: setup ## check lock, patches, anchors, trailers, sizes and index
+	@$(PY) -m tools.fork check
+rebase: setup ## TO=... carry the patches to another upstream release
+	@$(PY) -m tools.fork rebase $(or $(TO),$(error set TO=VERSION))
+kernels: setup ## compile the CUDA kernels
+	@$(PY) -m tools.kernels build
+lint: setup ## ruff over Python
+	@$(PY) -m ruff check --config tools/ruff.toml tools overlay tests && $(PY) -m ruff format --check --config tools/ruff.toml tools overlay tests
+bench: setup ## time the kernels on this machine's GPU
+	@$(PY) -m tools.kernels bench
+gpu-report: setup ## check kernels and GPU, write a report to send
+	@$(PY) -m tools.kernels gpu-report
+uninstall: ## remove the patched wheel from .venv
+	@$(PY) -m pip uninstall -y sglang
+clean: ## empty build/ (refused while build/checkout holds work of yours)
+	@$(PY) -m tools.fork clean

@@ -1,0 +1,148 @@
+"""The one command of the fork: `python -m tools.fork VERB`."""
+
+import argparse
+import errno
+import sys
+from pathlib import Path
+
+from git import GitCommandError
+
+from tools import verbs
+from tools.errors import ForkError, say
+from tools.fetch import fetch
+from tools.install import install
+from tools.lock import read_lock
+from tools.project import PYTHON_TAGS, Project, running_python_tag
+from tools.wheel import KernelLibrary, build
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = "no space left on the disk: free some and run the same command again; nothing was left half-written"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb. Returns the exit code; every failure is one `error:` line on stderr."""
+    options = _parser().parse_args(arguments)
+    project = Project(options.project.resolve())
+    try:
+        with project.exclusive():
+            _run(project, options)
+    except ForkError as error:
+        return _fail(str(error))
+    except GitCommandError as error:
+        stderr = str(error.stderr).strip().removeprefix("stderr: ").strip("' \n")
+        if "No space left" in stderr or "File too large" in stderr:
+            return _fail(_FULL)
+        return _fail(f"`{' '.join(map(str, error.command))[:200]}` failed: {' '.join(stderr.split())}")
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            return _fail(_FULL)
+        return _fail(f"{error.strerror}: {error.filename}: check the path and its permissions")
+    except KeyboardInterrupt:
+        return _fail("interrupted: run the same command again to go on")
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
+def _run(project: Project, options: argparse.Namespace) -> None:
+    match options.verb:
+        case "pin":
+            verbs.pin(project, options.version)
+        case "fetch":
+            lock = read_lock(project.lock)
+            for tag in options.python:
+                print(project.show(fetch(project, lock, tag)))
+        case "apply":
+            verbs.apply(project, discard=options.discard, relock=options.relock)
+        case "export":
+            verbs.export(project)
+        case "build":
+            for path in build(project, options.python, _kernels(options), options.out or project.dist):
+                print(project.show(path))
+        case "install":
+            (wheel,) = build(project, [running_python_tag()], _kernels(options), project.dist)
+            install(wheel, options.all_requirements)
+        case "clean":
+            verbs.clean(project, force=options.force)
+        case "check":
+            verbs.check(project)
+        case "status":
+            verbs.status(project)
+        case "bump":
+            verbs.bump(project)
+
+
+def _kernels(options: argparse.Namespace) -> KernelLibrary | None:
+    if options.no_kernels:
+        say("without CUDA kernels, as asked: the wheel falls back to the PyTorch reference")
+        return None
+    raise ForkError("kernels cannot be built yet: pass --no-kernels")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.fork", description=__doc__)
+    parser.add_argument(
+        "--project", type=Path, default=Path(__file__).parent.parent, help="root of the fork (default: here)"
+    )
+    verb = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    pin = verb.add_parser("pin", help="write the first upstream.lock")
+    pin.add_argument("version", help="upstream release, for example 0.5.23")
+
+    fetch_parser = verb.add_parser("fetch", help="download and verify the pinned upstream wheel")
+    _add_python(fetch_parser)
+
+    apply = verb.add_parser("apply", help="bring build/checkout to the pinned release plus patches/")
+    apply.add_argument(
+        "--discard", action="store_true", help="give up changes made in build/checkout (kept as refs/fork/saved)"
+    )
+    apply.add_argument(
+        "--relock", action="store_true", help="accept patches/ as it is and write its tree to upstream.lock"
+    )
+
+    verb.add_parser("export", help="write the commits of build/checkout to patches/ and upstream.lock")
+    build_parser = verb.add_parser("build", help="build the patched wheel into build/dist")
+    _add_python(build_parser)
+    _add_kernels(build_parser)
+    build_parser.add_argument("--out", type=Path, help="folder for the wheels (default: build/dist)")
+
+    install_parser = verb.add_parser("install", help="build the wheel and install it into the running environment")
+    _add_kernels(install_parser)
+    install_parser.add_argument(
+        "--all-requirements", action="store_true", help="install upstream's CUDA requirements too"
+    )
+
+    clean = verb.add_parser("clean", help="empty build/")
+    clean.add_argument("--force", action="store_true", help="also when that loses work in build/checkout")
+
+    verb.add_parser("check", help="check lock, patches, anchors, trailers, sizes and index")
+    verb.add_parser("status", help="show pin, series, checkout and cache")
+    verb.add_parser("bump", help="raise our revision N in the version +sm120.N")
+    return parser
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    kernels = parser.add_mutually_exclusive_group()
+    kernels.add_argument("--no-kernels", action="store_true", help="leave the CUDA kernels out")
+    kernels.add_argument("--kernels-if-nvcc", action="store_true", help="leave them out when there is no nvcc")
+
+
+def _add_python(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--python",
+        type=_python_tags,
+        default=[running_python_tag()],
+        metavar="X.Y|all",
+        help="Python the wheel is for (default: the running one)",
+    )
+
+
+def _python_tags(text: str) -> list[str]:
+    return list(PYTHON_TAGS) if text == "all" else [f"cp{text.replace('.', '')}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

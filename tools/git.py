@@ -1,0 +1,116 @@
+"""Git through GitPython, with nothing of the user's or the machine's configuration in it."""
+
+import os
+from pathlib import Path
+
+from git import Actor, Git, GitCommandError, Repo
+
+from tools.errors import ForkError
+
+IDENTITY = Actor("sglang-sm120", "fork@sglang-sm120.invalid")
+IMPORT_DATE = "946684800 +0000"
+
+# Set for every call, above whatever .git/config says: each of these can change a tree, a patch text or a merge.
+_CONFIG = {
+    "am.threeWay": "false",
+    "apply.ignoreWhitespace": "no",
+    "apply.whitespace": "nowarn",
+    "commit.gpgSign": "false",
+    "core.attributesFile": "/dev/null",
+    "core.autocrlf": "false",
+    "core.excludesFile": "/dev/null",
+    "core.fileMode": "true",
+    "core.fsmonitor": "false",
+    "core.hooksPath": "/dev/null",
+    "core.quotePath": "false",
+    "core.safecrlf": "false",
+    "diff.algorithm": "myers",
+    "diff.indentHeuristic": "true",
+    "diff.mnemonicPrefix": "false",
+    "diff.noprefix": "false",
+    "diff.renameLimit": "20000",
+    "gc.auto": "0",
+    "maintenance.auto": "false",
+    "merge.conflictStyle": "zdiff3",
+    "merge.renameLimit": "20000",
+    "rerere.enabled": "false",
+}
+
+
+def hermetic_environment() -> dict[str, str]:
+    """Environment variables for git: no outside configuration, fixed identity, C locale."""
+    environment = {
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_SYSTEM": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_COMMITTER_NAME": IDENTITY.name,
+        "GIT_COMMITTER_EMAIL": IDENTITY.email,
+        "GIT_EDITOR": "false",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_CONFIG_COUNT": str(len(_CONFIG)),
+        "LC_ALL": "C",
+        "TZ": "UTC",
+    }
+    for index, (key, value) in enumerate(_CONFIG.items()):
+        environment[f"GIT_CONFIG_KEY_{index}"] = key
+        environment[f"GIT_CONFIG_VALUE_{index}"] = value
+    return environment
+
+
+def open_repo(path: Path) -> Repo:
+    """The repository at `path`, its git calls hermetic.
+
+    GIT_* variables of the caller (set inside a git hook, for one) are removed from this process: they would point
+    git at another repository.
+    """
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        del os.environ[name]
+    repo = Repo(path)
+    repo.git.update_environment(**hermetic_environment())
+    return repo
+
+
+def init_repo(path: Path, branch: str) -> Repo:
+    """A new repository whose attributes make git keep every byte as it is."""
+    path.mkdir(parents=True)
+    git = Git(path)
+    git.update_environment(**hermetic_environment())
+    git.init("--quiet", "--template=", f"--initial-branch={branch}")
+    info = path / ".git" / "info"
+    info.mkdir(exist_ok=True)
+    # info/attributes outranks any .gitattributes that upstream may ship.
+    (info / "attributes").write_text(
+        "* -text -ident !filter !diff !merge !working-tree-encoding !export-ignore !export-subst\n"
+    )
+    (info / "exclude").write_text("__pycache__/\n*.pyc\n")
+    return open_repo(path)
+
+
+def resolve(repo: Repo, revision: str) -> str | None:
+    """Object id of `revision`, or None when there is none."""
+    try:
+        return repo.git.rev_parse("--verify", "--quiet", revision)
+    except GitCommandError:
+        return None
+
+
+def commits_between(repo: Repo, base: str, tip: str) -> list[str]:
+    """Commits of `base..tip`, oldest first.
+
+    Raises:
+        ForkError: the history is not one line on top of `base`, so it is no patch series.
+    """
+    if repo.git.merge_base(base, tip, with_exceptions=False) != resolve(repo, base):
+        raise ForkError(f"build/checkout is not based on the pinned release ({base[:12]}): `git rebase` it onto that")
+    if merges := repo.git.rev_list("--merges", f"{base}..{tip}").split():
+        raise ForkError(
+            f"commit {merges[0][:12]} is a merge, which no patch can hold: `git rebase` to a linear history"
+        )
+    return repo.git.rev_list("--reverse", f"{base}..{tip}").split()
+
+
+def file_at(repo: Repo, commit: str, path: str) -> bytes | None:
+    """Bytes of `path` in `commit`, or None when it is not there."""
+    if resolve(repo, f"{commit}:{path}") is None:
+        return None
+    return repo.git.cat_file("blob", f"{commit}:{path}", stdout_as_string=False, strip_newline_in_stdout=False)
