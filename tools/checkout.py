@@ -127,9 +127,13 @@ class Checkout:
 
     @contextlib.contextmanager
     def scratch_worktree(self, commit: str) -> Iterator[Repo]:
-        """A temporary worktree at `commit`, so that nothing half-done is ever in build/checkout."""
+        """A temporary worktree at `commit`, so that nothing half-done is ever in build/checkout.
+
+        Its index is full and its folder empty: `git am` takes the few files it needs out of the index.
+        """
         path = self.project.tmp / "worktree"
-        self.repo.git.worktree("add", "--quiet", "--detach", str(path), commit)
+        self.repo.git.worktree("add", "--quiet", "--detach", "--no-checkout", str(path), commit)
+        open_repo(path).git.read_tree("HEAD")
         try:
             yield open_repo(path)
         finally:

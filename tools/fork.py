@@ -7,7 +7,7 @@ from pathlib import Path
 
 from git import GitCommandError
 
-from tools import verbs
+from tools import rebase, verbs
 from tools.errors import ForkError, say
 from tools.fetch import fetch
 from tools.install import install
@@ -69,10 +69,23 @@ def _run(project: Project, options: argparse.Namespace) -> None:
             verbs.clean(project, force=options.force)
         case "check":
             verbs.check(project)
+        case "rebase":
+            _rebase(project, options)
         case "status":
             verbs.status(project)
         case "bump":
             verbs.bump(project)
+
+
+def _rebase(project: Project, options: argparse.Namespace) -> None:
+    if options.abort:
+        rebase.abort(project)
+    elif options.resume:
+        rebase.resume(project, options.accept, options.drop)
+    elif options.version:
+        rebase.start(project, options.version, options.accept, options.drop)
+    else:
+        raise ForkError("rebase needs a VERSION, --continue or --abort")
 
 
 def _kernels(options: argparse.Namespace) -> KernelLibrary | None:
@@ -119,6 +132,18 @@ def _parser() -> argparse.ArgumentParser:
     clean.add_argument("--force", action="store_true", help="also when that loses work in build/checkout")
 
     verb.add_parser("check", help="check lock, patches, anchors, trailers, sizes and index")
+    rebase_parser = verb.add_parser("rebase", help="carry the series to another upstream release")
+    what = rebase_parser.add_mutually_exclusive_group()
+    what.add_argument("version", nargs="?", help="upstream release, for example 0.5.22")
+    what.add_argument("--continue", dest="resume", action="store_true", help="go on after a stop or a kill")
+    what.add_argument("--abort", action="store_true", help="give the rebase up")
+    rebase_parser.add_argument(
+        "--accept", action="append", default=[], metavar="SLUG", help="take a moved patch as it is"
+    )
+    rebase_parser.add_argument(
+        "--drop", action="append", default=[], metavar="SLUG", help="leave a patch out from here on"
+    )
+
     verb.add_parser("status", help="show pin, series, checkout and cache")
     verb.add_parser("bump", help="raise our revision N in the version +sm120.N")
     return parser

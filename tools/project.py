@@ -64,6 +64,11 @@ class Project:
         return self.build / "rebase"
 
     @property
+    def rebase_state(self) -> Path:
+        """Exists while a rebase is in progress."""
+        return self.build / "rebase.json"
+
+    @property
     def dist(self) -> Path:
         """Our wheels."""
         return self.build / "dist"

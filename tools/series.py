@@ -119,10 +119,11 @@ def format_series(project: Project, repo: Repo, base: str, tip: str) -> dict[str
 def describe_series(repo: Repo, base: str, texts: Mapping[str, bytes], tip: str) -> list[Patch]:
     """What each commit of `base..tip` is, in order. `texts` are its patch files, by which the slugs are known."""
     commits = commits_between(repo, base, tip)
-    return [_describe(repo, commit, slug_of(Path(name))) for commit, name in zip(commits, sorted(texts), strict=True)]
+    return [describe(repo, commit, slug_of(Path(name))) for commit, name in zip(commits, sorted(texts), strict=True)]
 
 
-def _describe(repo: Repo, commit: str, slug: str) -> Patch:
+def describe(repo: Repo, commit: str, slug: str) -> Patch:
+    """What one commit of the series is."""
     subject, _, body = repo.git.log("-1", "--format=%B", commit).partition("\n")
     trailers: dict[str, list[str]] = {}
     for line in repo.git.log("-1", "--format=%(trailers:only,unfold)", commit).splitlines():

@@ -222,7 +222,7 @@ def status(project: Project) -> None:
     checkout = Checkout.open(project)
     state = "as applied" if checkout.head == checkout.applied else f"own commits: {len(checkout.own_commits())}"
     print(f"checkout      {state}, uncommitted files: {len(checkout.changed_files())}")
-    if project.rebase.exists():
+    if project.rebase_state.exists():
         print("rebase        in progress: `python -m tools.fork rebase --continue` or `--abort`")
 
 
@@ -251,7 +251,7 @@ def clean(project: Project, *, force: bool) -> None:
 
 def refuse_during_rebase(project: Project) -> None:
     """Raise ForkError while a rebase waits for its user: patches/ must not change under it."""
-    if project.rebase.exists():
+    if project.rebase_state.exists():
         raise ForkError(
             "a rebase is in progress in build/rebase: finish it with `python -m tools.fork rebase --continue` "
             "or drop it with `python -m tools.fork rebase --abort`"
