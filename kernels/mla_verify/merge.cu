@@ -1,0 +1,88 @@
+// Second launch: combines the partial results of split requests, and defines the rows that nothing computed
+// (padded requests, rows past the batch): output 0, log-sum-exp -inf. A block per query row, a thread per 4 latents.
+#include "work.cuh"
+
+namespace sm120::mla {
+
+constexpr int kMergeThreads = kLatentDim / 4;
+
+// The partials of one row: `count` of them, in slots first, first + stride, ... (the first one in `first_slot`).
+struct Partials {
+  int count;
+  int first_slot;
+  int next_slot;                                    // slot of the second
+  int stride;
+  __device__ int slot(int i) const { return i == 0 ? first_slot : next_slot + (i - 1) * stride; }
+};
+
+__device__ Partials uniform_partials(const Args& a, int b, int row_tile) {
+  const int tiles = ceil_div(kv_len(a, b), kTileTokens), per_split = a.ws.plan[0], first = a.ws.plan[1 + b];
+  if (tiles == 0) return {};
+  const int begin = first / per_split, end = (first + tiles - 1) / per_split;
+  const auto block = [&](int split) { return split * a.part.row_tiles + row_tile; };
+  return {end - begin + 1, partial_slot(a, block(begin), begin * per_split > first),
+          partial_slot(a, block(begin + 1), true), 2 * a.part.row_tiles};
+}
+
+__device__ Partials ragged_partials(const Args& a, int b, int row_tile, int rows) {
+  const int tiles = visible_tiles(a, b, row_tile, rows);
+  const int block = a.ws.plan[1 + b] + row_tile;
+  return {ceil_div(tiles, tiles_per_split(tiles, a.part.splits)), block, block + a.part.row_tiles, a.part.row_tiles};
+}
+
+// Request of query token `token`; -1 past the last.
+__device__ int request_of(const Args& a, int token) {
+  if (!a.p.qo_indptr) return token < a.p.batch * a.p.q_len ? token / a.p.q_len : -1;
+  int low = 0, high = a.p.batch;                    // qo_indptr[low] <= token < qo_indptr[high], if any
+  if (token < a.p.qo_indptr[0] || token >= a.p.qo_indptr[high]) return -1;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (a.p.qo_indptr[middle] <= token ? low : high) = middle;
+  }
+  return low;
+}
+
+__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ Args a) {
+  const int64_t global_row = blockIdx.x;
+  const int token = global_row / a.p.heads, rows = a.part.row_groups * 8;
+  const int b = request_of(a, token);
+  Partials partials{};
+  int row_in_tile = 0;
+  if (b >= 0) {
+    const int row = global_row - int64_t(q_begin(a, b)) * a.p.heads;
+    row_in_tile = row % rows;
+    partials = a.part.ragged ? ragged_partials(a, b, row / rows, rows) : uniform_partials(a, b, row / rows);
+  }
+  if (partials.count == 1) return;                  // the block wrote the result itself
+
+  const auto lse_of = [&](int i) { return a.ws.lse[int64_t(partials.slot(i)) * kMaxRows + row_in_tile]; };
+  const int lane = threadIdx.x % 32;
+  float peak = -INFINITY;
+  for (int i = lane; i < partials.count; i += 32) peak = fmaxf(peak, lse_of(i));
+  for (int step = 16; step > 0; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+  const float reference = peak == -INFINITY ? 0.f : peak;
+
+  float sum = 0.f;
+  float4 total = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+  for (int i = 0; i < partials.count; ++i) {        // in a fixed order: two runs give the same bits
+    const float weight = __expf(lse_of(i) - reference);
+    const float4 v = reinterpret_cast<const float4*>(
+        a.ws.out + (int64_t(partials.slot(i)) * kMaxRows + row_in_tile) * kLatentDim)[threadIdx.x];
+    sum += weight;
+    total.x += weight * v.x, total.y += weight * v.y, total.z += weight * v.z, total.w += weight * v.w;
+  }
+  const float scale = sum > 0.f ? 1.f / sum : 0.f;
+  __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(total.x * scale, total.y * scale),
+                            __floats2bfloat162_rn(total.z * scale, total.w * scale)};
+  reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(a.p.out) + global_row * kLatentDim)[threadIdx.x] =
+      *reinterpret_cast<const uint2*>(pair);
+  if (threadIdx.x == 0) a.p.lse[global_row] = sum > 0.f ? peak + logf(sum) : -INFINITY;
+}
+
+int launch_merge(const Args& args, void* stream) {
+  merge_kernel<<<args.p.total_q * args.p.heads, kMergeThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace sm120::mla

@@ -1,0 +1,3 @@
+#include "kernel.cuh"
+
+template int sm120::mla::launch<sm120::mla::Bf16Kv, 4>(const Args&, int, void*);

@@ -1,0 +1,3 @@
+#include "kernel.cuh"
+
+template int sm120::mla::launch<sm120::mla::Fp8Kv, 5>(const Args&, int, void*);

@@ -1,0 +1,248 @@
+"""Builds the CUDA kernels into one shared library and reads what the compiler says about them.
+
+    python -m tools.kernels build  [--archs sm_90 sm_120a] [--out DIR]   one .so, incremental, by ninja
+    python -m tools.kernels report [--check]                             registers, shared memory, spills, instruction mix
+    python -m tools.kernels bench | gpu-report                           needs a GPU: see tools/kernel_bench.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "kernels"
+BUILD = ROOT / "build" / "kernels"
+LIBRARY = "libsm120_mla.so"
+OVERLAY_LIB = ROOT / "overlay" / "sglang_sm120" / "lib"
+DEFAULT_ARCHS = ("sm_90", "sm_120a", "sm_121a")
+ALL_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120a", "sm_121a")
+MAX_SHARED_BYTES = 101_376
+FLAGS = "-std=c++17 -O3 -lineinfo -Xcompiler -fPIC -Xptxas -v -Xptxas -warn-spills -cudart static"
+INCLUDES = ("include", "mla_verify")
+
+
+class KernelError(RuntimeError):
+    """A build or check failed; the message says what to do."""
+
+
+def source_hash() -> str:
+    """SHA-256 over names and contents of every file under kernels/: equal hashes build equal kernels."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in SOURCES.rglob("*") if p.suffix in {".cu", ".cuh", ".h"}):
+        digest.update(f"{path.relative_to(SOURCES).as_posix()}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def find_nvcc() -> str:
+    """`$CUDA_HOME/bin/nvcc`, else nvcc on PATH."""
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    if nvcc is None:
+        raise KernelError("no nvcc: install the CUDA 13 toolkit, or set CUDA_HOME to where it is")
+    return nvcc
+
+
+def _gencode(arch: str) -> str:
+    if arch not in ALL_ARCHS:
+        raise KernelError(f"unknown architecture {arch!r}; choose from {' '.join(ALL_ARCHS)}")
+    return f"-gencode arch={arch.replace('sm_', 'compute_')},code={arch}"
+
+
+def _ninja_text(archs: tuple[str, ...], nvcc: str, library: Path) -> str:
+    """The build as ninja rules: an object per .cu for all architectures, its compiler report beside it as .log."""
+    includes = " ".join(f"-I{SOURCES / folder}" for folder in INCLUDES)
+    command = f"{nvcc} {FLAGS} {includes} {' '.join(map(_gencode, archs))}"
+    lines = [
+        "ninja_required_version = 1.8",
+        "rule compile",
+        f"  command = {command} -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log >&2; false)",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = nvcc $in",
+        "rule link",
+        f"  command = {nvcc} -shared -cudart static {' '.join(map(_gencode, archs))} $in -o $out",
+        "  description = link $out",
+    ]
+    objects = []
+    for source in sorted(SOURCES.rglob("*.cu")):
+        objects.append(f"{source.parent.name}.{source.stem}.o")
+        lines.append(f"build {objects[-1]}: compile {source}")
+    return "\n".join([*lines, f"build {library}: link {' '.join(objects)}", ""])
+
+
+def _objects_dir(archs: tuple[str, ...]) -> Path:
+    return BUILD / "-".join(archs)
+
+
+def build(archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS, out_dir: Path = OVERLAY_LIB) -> Path:
+    """Compiles what changed and links `out_dir/libsm120_mla.so` for `archs`; returns its path."""
+    archs = tuple(archs)
+    folder, library = _objects_dir(archs), Path(out_dir).resolve() / LIBRARY
+    folder.mkdir(parents=True, exist_ok=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text(_ninja_text(archs, find_nvcc(), library))
+    ninja = shutil.which("ninja")
+    if ninja is None:
+        raise KernelError("no ninja: `pip install ninja`")
+    if subprocess.run([ninja, "-C", str(folder), "--quiet"], check=False).returncode:
+        raise KernelError(f"the kernels did not compile; logs are in {folder}")
+    return library
+
+
+@dataclass
+class Usage:
+    """What ptxas says of one kernel on one architecture, and what the disassembly holds."""
+
+    kernel: str
+    arch: str
+    registers: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
+    mix: Counter[str] = field(default_factory=Counter)
+
+
+_COMPILING = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_STATIC_SHARED = re.compile(r"(\d+) bytes smem")
+_VERIFY = re.compile(r"verify_kernelI\w*?(Bf16|Fp8)KvELi(\d)E")
+
+
+def kernel_name(mangled: str) -> str:
+    """`mla_verify bf16 48 rows` for an instance of the verify kernel, else the bare function name."""
+    match = _VERIFY.search(mangled)
+    if match:
+        return f"mla_verify {match[1].lower()} {8 * int(match[2])} rows"
+    return re.findall(r"\d+([a-z]\w*?_kernel)", mangled)[-1]
+
+
+def shared_bytes(fp8: bool, row_groups: int) -> int:
+    """Dynamic shared memory of a verify instance: the arithmetic of `Config` in kernels/mla_verify/config.h."""
+    rows = 8 * row_groups
+    fixed = 256 + 32 + 4 * rows * 4 + 2 * rows * 32 + 4 * rows * 20 * 4
+    stage = 16 * ((576 if fp8 else 1152) + 16)
+    return fixed + min(8, (MAX_SHARED_BYTES - fixed) // stage) * stage
+
+
+def compiler_report(archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS) -> list[Usage]:
+    """Registers, spills and shared memory of every kernel, from the logs of the last `build(archs)`."""
+    usages = []
+    for log in sorted(_objects_dir(tuple(archs)).glob("*.log")):
+        for block in re.split(r"(?=ptxas info\s+: Compiling entry)", log.read_text()):
+            compiling = _COMPILING.search(block)
+            if compiling is None:
+                continue
+            usage = Usage(kernel_name(compiling[1]), compiling[2], int(_USED.search(block)[1]))
+            usage.spill_bytes = sum(map(int, _SPILLS.search(block).groups()))
+            static, verify = _STATIC_SHARED.search(block), _VERIFY.search(compiling[1])
+            usage.shared_bytes = int(static[1]) if static else 0
+            if verify:
+                usage.shared_bytes += shared_bytes(verify[1] == "Fp8", int(verify[2]))
+            usages.append(usage)
+    if not usages:
+        raise KernelError("no compiler logs: run `python -m tools.kernels build` first")
+    return usages
+
+
+OPCODES = ("HMMA", "LDGSTS", "LDSM", "SYNCS", "MUFU", "LDL", "STL", "HGMMA", "UTCMMA")
+_SASS_ARCH = re.compile(r"^\s*(?:\.target|arch = )\s*(sm_\w+)", re.M)
+_SASS_FUNCTION = re.compile(r"^\s*Function : (\S+)", re.M)
+
+
+def find_cuobjdump() -> str | None:
+    """cuobjdump on PATH, or the one that the `nvidia-cuda-cuobjdump` wheel puts under site-packages."""
+    for folder in (None, *(f"{p}/nvidia/cu13/bin" for p in sys.path)):
+        found = shutil.which("cuobjdump", path=folder)
+        if found:
+            return found
+    return None
+
+
+def disassembly(library: Path) -> dict[tuple[str, str], Counter[str]]:
+    """Instruction counts by (kernel, arch) of a built library; needs cuobjdump (`pip install nvidia-cuda-cuobjdump`)."""
+    cuobjdump = find_cuobjdump()
+    if cuobjdump is None:
+        raise KernelError("no cuobjdump: `pip install nvidia-cuda-cuobjdump`")
+    text = subprocess.run([cuobjdump, "--dump-sass", str(library)], check=True, capture_output=True, text=True).stdout
+    mixes: dict[tuple[str, str], Counter[str]] = {}
+    for section in re.split(r"(?=^Fatbin elf code:)", text, flags=re.M):
+        arch = _SASS_ARCH.search(section)
+        for part in re.split(r"(?=^\s*Function : )", section, flags=re.M)[1:]:
+            counts = Counter(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9]*)", part, flags=re.M))
+            mixes[kernel_name(_SASS_FUNCTION.search(part)[1]), arch[1]] = counts
+    return mixes
+
+
+def check(usages: list[Usage]) -> list[str]:
+    """Reasons why these kernels may not ship: shared memory over the limit, spills."""
+    problems = []
+    for usage in usages:
+        if usage.shared_bytes > MAX_SHARED_BYTES:
+            problems.append(f"{usage.kernel} on {usage.arch}: {usage.shared_bytes} B of shared memory > {MAX_SHARED_BYTES}")
+        if usage.spill_bytes:
+            problems.append(f"{usage.kernel} on {usage.arch}: spills {usage.spill_bytes} B")
+    return problems
+
+
+def report_table(usages: list[Usage]) -> str:
+    """The report as a Markdown table."""
+    lines = ["| kernel | arch | registers | shared B | spills B | " + " | ".join(OPCODES[:7]) + " |", "|---" * 12 + "|"]
+    for usage in sorted(usages, key=lambda u: (u.arch, u.kernel)):
+        mix = " | ".join(str(usage.mix[op]) if usage.mix else "-" for op in OPCODES[:7])
+        lines.append(
+            f"| {usage.kernel} | {usage.arch} | {usage.registers} | {usage.shared_bytes:,} | {usage.spill_bytes} | {mix} |"
+        )
+    return "\n".join(lines)
+
+
+def _report(archs: tuple[str, ...], library: Path) -> list[Usage]:
+    usages = compiler_report(archs)
+    if find_cuobjdump():
+        mixes = disassembly(library)
+        for usage in usages:
+            usage.mix = mixes.get((usage.kernel, usage.arch), Counter())
+    return usages
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.kernels", description=__doc__.splitlines()[0])
+    parser.add_argument("verb", choices=("build", "report", "hash", "bench", "gpu-report"))
+    parser.add_argument("--archs", nargs="+", default=DEFAULT_ARCHS, metavar="SM")
+    parser.add_argument("--out", type=Path, default=OVERLAY_LIB, help="folder of the .so (build, report)")
+    parser.add_argument("--check", action="store_true", help="report: fail on spills or too much shared memory")
+    args, rest = parser.parse_known_args()
+    if rest and args.verb not in ("bench", "gpu-report"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        if args.verb == "build":
+            print(build(args.archs, args.out))
+        elif args.verb == "hash":
+            print(source_hash())
+        elif args.verb == "report":
+            usages = _report(tuple(args.archs), build(args.archs, args.out))
+            print(report_table(usages))
+            problems = check(usages)
+            print("\n".join(problems) or "no spills, shared memory within limits")
+            return 1 if problems and args.check else 0
+        else:
+            from tools import kernel_bench
+
+            return kernel_bench.main([args.verb, *rest])
+    except KernelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
