@@ -1,0 +1,103 @@
+"""The walk commits tokens with the target's own distribution: chi-square over 20,000 draws on a tiny vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+from sglang_sm120.ddtree import tree as T
+
+VOCAB, DEPTH, DRAWS = 5, 3, 20_000
+SIGNIFICANCE = 1e-4
+
+
+def target_logits() -> torch.Tensor:
+    """[V + 1, V, V + 1, V]: logits after each context of up to two tokens; index V is `nothing yet`."""
+    generator = torch.Generator().manual_seed(5)
+    return 1.5 * torch.randn((VOCAB + 1, VOCAB + 1, VOCAB + 1, VOCAB), generator=generator)
+
+
+def probabilities(temperature: float) -> torch.Tensor:
+    return torch.softmax(target_logits() / temperature, dim=-1)
+
+
+def context_of(tree: T.DraftTree, node: int) -> list[int]:
+    path = []
+    while node > 0:
+        path.append(int(tree.tokens[0, node]))
+        node = int(tree.parents[0, node])
+    return (path[::-1] + [VOCAB] * DEPTH)[:DEPTH]
+
+
+def draft_tree(topk: int, budget: int) -> T.DraftTree:
+    """A tree whose marginals have nothing to do with the target."""
+    generator = torch.Generator().manual_seed(4)
+    log_probs, ids = torch.randn((1, DEPTH, VOCAB), generator=generator).log_softmax(-1).topk(topk)
+    return T.build_trees(torch.tensor([0]), ids, log_probs, budget)
+
+
+def repeat(tree: T.DraftTree) -> T.DraftTree:
+    return T.DraftTree(
+        *(getattr(tree, f).repeat_interleave(DRAWS, 0) for f in ("tokens", "parents", "depths", "words"))
+    )
+
+
+def sampled_walk(tree: T.DraftTree, probs: torch.Tensor) -> T.Path:
+    return T.walk(repeat(tree), torch.multinomial(probs, DRAWS, replacement=True).T.contiguous(), DEPTH)
+
+
+def biased_walk(tree: T.DraftTree, probs: torch.Tensor) -> T.Path:
+    """Wrong on purpose: wherever the sample is no child, a second sample gets another chance to be one."""
+    choices = torch.multinomial(probs, DRAWS, replacement=True).T.contiguous()
+    again = torch.multinomial(probs, DRAWS, replacement=True).T.contiguous()
+    child_tokens = torch.zeros((tree.width, VOCAB), dtype=torch.bool)
+    for node in range(1, tree.width):
+        child_tokens[tree.parents[0, node], tree.tokens[0, node]] = True
+    missed = ~child_tokens[torch.arange(tree.width), choices]
+    return T.walk(repeat(tree), torch.where(missed, again, choices), DEPTH)
+
+
+def p_value(path: T.Path, temperature: float) -> float:
+    """Chi-square of the first three tokens, those past the committed ones drawn from the target as later steps would."""
+    probs = probabilities(temperature)
+    tokens = path.tokens[:, :DEPTH].clone()
+    for depth in range(DEPTH):
+        context = torch.full((DRAWS, DEPTH), VOCAB)
+        context[:, :depth] = tokens[:, :depth]
+        fresh = torch.multinomial(probs[tuple(context.T)], 1)[:, 0]
+        tokens[:, depth] = torch.where(depth < path.commit_lens, tokens[:, depth], fresh)
+    cells = torch.arange(VOCAB**DEPTH)
+    first, second, third = cells // VOCAB**2, cells // VOCAB % VOCAB, cells % VOCAB
+    expected = DRAWS * (
+        probs[VOCAB, VOCAB, VOCAB, first] * probs[first, VOCAB, VOCAB, second] * probs[first, second, VOCAB, third]
+    )
+    observed = torch.bincount(tokens[:, 0] * VOCAB**2 + tokens[:, 1] * VOCAB + tokens[:, 2], minlength=VOCAB**DEPTH)
+    expected, observed = expected.double().numpy(), observed.double().numpy()
+    rare = expected < 5
+    expected = np.append(expected[~rare], expected[rare].sum())
+    observed = np.append(observed[~rare], observed[rare].sum())
+    return float(chi2.sf(((observed - expected) ** 2 / expected.clip(1e-9)).sum(), len(expected) - 1))
+
+
+def node_probabilities(tree: T.DraftTree, temperature: float) -> torch.Tensor:
+    probs = probabilities(temperature)
+    return torch.stack([probs[tuple(context_of(tree, node))] for node in range(tree.width)])
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("topk, budget", [(1, 3), (3, 8), (5, 24)])
+def test_sampling_walk_follows_the_target(temperature, topk, budget):
+    torch.manual_seed(11)
+    tree = draft_tree(topk, budget)
+    path = sampled_walk(tree, node_probabilities(tree, temperature))
+    assert path.commit_lens.float().mean() > 1.1, "nothing was accepted, so nothing was tested"
+    assert p_value(path, temperature) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_a_biased_walk_is_found_out(temperature):
+    torch.manual_seed(11)
+    tree = draft_tree(topk=3, budget=8)
+    assert p_value(biased_walk(tree, node_probabilities(tree, temperature)), temperature) < SIGNIFICANCE
