@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
-from sglang_sm120.attention import reference
+from sglang_sm120.attention import metrics, reference
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -68,6 +68,7 @@ class Sm120MLABackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
+        metrics.count_step(mode.name.lower(), "reference")
         seq_lens = forward_batch.seq_lens.to(torch.int32)
         if mode.is_decode_or_idle():
             self.forward_metadata = Rows(seq_lens, self._uniform_indptr(seq_lens, 1))

@@ -1,0 +1,114 @@
+"""Start the installed server on the CPU, talk to it, stop it. Used by the demo, the tests and the bench."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+# Small pools keep start-up short: sizing them from free memory takes longer than all the rest.
+CPU_FLAGS = (
+    "--device cpu --attention-backend sm120_mla --max-total-tokens 16384 --max-running-requests 16 "
+    "--context-length 8192 --skip-server-warmup"
+).split()
+READY_TIMEOUT_S = 180
+
+
+@dataclass
+class Server:
+    """A running server: its base URL and the file its output goes to."""
+
+    url: str
+    log: Path
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 600) -> Any:
+        """POST JSON, return JSON. Raises RuntimeError with the server's own words on a refusal."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{path} answered {error.code}: {error.read().decode(errors='replace')}") from error
+
+    def get(self, path: str, timeout_s: float = 60) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+            return response.read().decode()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **sampling: Any
+    ) -> list[dict[str, Any]]:
+        """Continue prompts given as token ids, all in one request; greedy unless `sampling` says otherwise.
+
+        Each answer has `output_ids` and upstream's `meta_info`.
+        """
+        parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True} | sampling
+        return self.post("/generate", {"input_ids": [list(p) for p in prompts], "sampling_params": parameters})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running(model: Path, log: Path, flags: Sequence[str] = (), env: dict[str, str] | None = None) -> Iterator[Server]:
+    """Serve `model` on the CPU with this interpreter's `sglang`; later `flags` override the defaults.
+
+    Raises RuntimeError with the end of the log if the server dies or is not ready in time.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, *CPU_FLAGS, *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"} | (env or {}),
+        )
+    server = Server(f"http://127.0.0.1:{port}", log)
+    try:
+        _wait_ready(server, process)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _wait_ready(server: Server, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server exited with {process.returncode}; the end of {server.log}:\n{_tail(server.log)}")
+        try:
+            server.get("/health", timeout_s=30)
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise RuntimeError(f"the server was not ready in {READY_TIMEOUT_S} s; the end of {server.log}:\n{_tail(server.log)}")
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """End the whole session: the scheduler and detokenizer are children of their own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _tail(log: Path, lines: int = 25) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
