@@ -148,10 +148,17 @@ class Checkout:
     def save(self, reason: str) -> None:
         """Keep HEAD, the branch and uncommitted changes under refs/fork/saved/, where git never drops them."""
         branch = resolve(self.repo, f"refs/heads/{BRANCH}")
-        uncommitted = self.repo.git.stash("create", reason) if self.head else ""
+        uncommitted = self._snapshot(reason) if self.changed_files() else None
         for commit in dict.fromkeys([uncommitted, self.head, branch]):
             if commit and commit != self.applied:
                 keep(self.repo, commit, reason)
+
+    def _snapshot(self, message: str) -> str:
+        """Commit of all files as they are now, untracked ones too, made without touching the index."""
+        with self.repo.git.custom_environment(GIT_INDEX_FILE=str(self.project.tmp / "index")):
+            self.repo.git.read_tree("HEAD")
+            self.repo.git.add("--all")
+            return self.repo.git.commit_tree("-p", "HEAD", "-m", message, self.repo.git.write_tree())
 
     def saved(self) -> list[str]:
         """References to what was saved."""
@@ -159,12 +166,10 @@ class Checkout:
 
     def discard(self) -> None:
         """Save what is the user's, then make the working tree clean."""
-        for line in self.changed_files():
-            if line.startswith("??"):
-                self.repo.git.add("--intent-to-add", "--", line[3:].strip('"'))
         self.save("discarded")
         if self.head:
-            self.repo.git.reset("--quiet", "--hard", self.applied or "HEAD")
+            self.repo.git.reset("--quiet", "--hard")
+            self.repo.git.clean("--quiet", "-d", "--force")
 
     def _finish_switch(self, tip: str, force: bool) -> None:
         self.repo.git.checkout("--quiet", *(["--force"] if force else []), "-B", BRANCH, tip)

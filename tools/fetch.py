@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.errors import ForkError, say
+from tools.errors import ForkError, is_full_disk, say
 from tools.lock import Lock, LockedWheel
 from tools.project import DISTRIBUTION, Project
 
@@ -76,7 +76,7 @@ def _download(project: Project, version: str, python_tag: str) -> Path:
 
 def _explain(stderr: str, version: str, python_tag: str) -> str:
     wanted = f"sglang {version} for {python_tag} on x86_64 Linux"
-    if "No space left" in stderr:
+    if is_full_disk(stderr):
         return f"no space left on the disk while downloading {wanted}: free some and run the same command again"
     if _NETWORK.search(stderr):
         return f"cannot reach the package index for {wanted}: check the network or pip's index settings, then run again"

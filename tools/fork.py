@@ -8,7 +8,7 @@ from pathlib import Path
 from git import GitCommandError
 
 from tools import rebase, verbs
-from tools.errors import ForkError, say
+from tools.errors import ForkError, is_full_disk, say
 from tools.fetch import fetch
 from tools.install import install
 from tools.lock import read_lock
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(str(error))
     except GitCommandError as error:
         stderr = str(error.stderr).strip().removeprefix("stderr: ").strip("' \n")
-        if "No space left" in stderr or "File too large" in stderr:
+        if is_full_disk(stderr):
             return _fail(_FULL)
         return _fail(f"`{' '.join(map(str, error.command))[:200]}` failed: {' '.join(stderr.split())}")
     except OSError as error:

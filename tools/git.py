@@ -34,6 +34,8 @@ _CONFIG = {
     "merge.conflictStyle": "zdiff3",
     "merge.renameLimit": "20000",
     "rerere.enabled": "false",
+    "user.name": IDENTITY.name,
+    "user.email": IDENTITY.email,
 }
 
 
@@ -43,8 +45,6 @@ def hermetic_environment() -> dict[str, str]:
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_CONFIG_SYSTEM": os.devnull,
         "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_COMMITTER_NAME": IDENTITY.name,
-        "GIT_COMMITTER_EMAIL": IDENTITY.email,
         "GIT_EDITOR": "false",
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_CONFIG_COUNT": str(len(_CONFIG)),
@@ -58,13 +58,8 @@ def hermetic_environment() -> dict[str, str]:
 
 
 def open_repo(path: Path) -> Repo:
-    """The repository at `path`, its git calls hermetic.
-
-    GIT_* variables of the caller (set inside a git hook, for one) are removed from this process: they would point
-    git at another repository.
-    """
-    for name in [name for name in os.environ if name.startswith("GIT_")]:
-        del os.environ[name]
+    """The repository at `path`, its git calls hermetic."""
+    _shed_environment()
     repo = Repo(path)
     repo.git.update_environment(**hermetic_environment())
     return repo
@@ -72,6 +67,7 @@ def open_repo(path: Path) -> Repo:
 
 def init_repo(path: Path, branch: str) -> Repo:
     """A new repository whose attributes make git keep every byte as it is."""
+    _shed_environment()
     path.mkdir(parents=True)
     git = Git(path)
     git.update_environment(**hermetic_environment())
@@ -114,3 +110,9 @@ def file_at(repo: Repo, commit: str, path: str) -> bytes | None:
     if resolve(repo, f"{commit}:{path}") is None:
         return None
     return repo.git.cat_file("blob", f"{commit}:{path}", stdout_as_string=False, strip_newline_in_stdout=False)
+
+
+def _shed_environment() -> None:
+    """Remove GIT_* variables (set inside a git hook, for one): they would point git at another repository."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        del os.environ[name]

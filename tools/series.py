@@ -9,7 +9,7 @@ from git import GitCommandError, Repo
 from unidiff import PatchSet
 
 from tools.anchors import anchors_of
-from tools.errors import ForkError
+from tools.errors import ForkError, is_full_disk
 from tools.git import commits_between
 from tools.project import OVERLAY, Project, write_atomic
 
@@ -90,6 +90,8 @@ def apply_series(worktree: Repo, files: Sequence[Path]) -> str:
         try:
             worktree.git.am(*_AM, str(path))
         except GitCommandError as error:
+            if is_full_disk(str(error.stderr)):
+                raise
             places = re.findall(r"error: (?:patch failed: )?(.+)", str(error.stderr))
             raise ForkError(
                 f"patches/{path.name} does not apply exactly ({places[0] if places else 'no usable patch in it'}): "
@@ -111,8 +113,10 @@ def format_series(project: Project, repo: Repo, base: str, tip: str) -> dict[str
     texts = {path.name: path.read_bytes() for path in sorted(folder.glob("*.patch"))}
     for path in folder.glob("*.patch"):
         path.unlink()
-    if len(texts) != len(commits):
-        raise ForkError(f"{len(commits)} commits make {len(texts)} patches: one commit changes nothing, drop it")
+    if len(texts) != len(commits) or not all(texts.values()):
+        raise ForkError(
+            "a commit in build/checkout changes nothing, which no patch can hold: drop it with `git rebase -i`"
+        )
     return texts
 
 

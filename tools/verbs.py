@@ -89,9 +89,7 @@ def apply(project: Project, *, discard: bool = False, relock: bool = False) -> N
     lock = read_lock(project.lock)
     checkout = Checkout.open(project)
     base = import_pinned(project, checkout, lock)
-    if discard:
-        checkout.discard()
-    else:
+    if not discard:
         checkout.require_untouched()
     files = patch_files(project)
     say(f"apply: {len(files)} patches on sglang {lock.version}")
@@ -104,6 +102,8 @@ def apply(project: Project, *, discard: bool = False, relock: bool = False) -> N
                 "upstream.lock with git, or accept patches/ as it is with `python -m tools.fork apply --relock`"
             )
         write_lock(project.lock, replace(lock, series_tree=tree, patch_count=len(files)))
+    if discard:
+        checkout.discard()
     checkout.switch(tip)
     say(f"build/checkout is at {tip[:12]}, tree {tree}")
 
@@ -199,7 +199,8 @@ def check(project: Project) -> None:
     index = project.patches / "README.md"
     if not index.exists() or index.read_text() != index_text(lock.version, patches):
         found.append("patches/README.md is stale: run `make export-patches`")
-    for problem in found + _requirement_problems(project, lock):
+    found += _requirement_problems(project, lock)
+    for problem in found:
         print(f"problem: {problem}")
     if found:
         raise ForkError(f"{len(found)} problems in the series: see above")

@@ -208,7 +208,8 @@ def _write(target: Path, entries: Entries) -> None:
     partial = target.parent / ".partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with WheelFile(partial / target.name, "w") as wheel:
+    wheel = WheelFile(partial / target.name, "w")
+    try:
         # Installers want the dist-info last; RECORD is written on closing.
         for name in sorted(entries, key=lambda name: (".dist-info/" in name, name)):
             executable, content = entries[name]
@@ -216,5 +217,9 @@ def _write(target: Path, entries: Entries) -> None:
             info.external_attr = (stat.S_IFREG | (0o755 if executable else 0o644)) << 16
             info.compress_type = zipfile.ZIP_DEFLATED
             wheel.writestr(info, content)
+        wheel.close()
+    except OSError:
+        wheel.fp = None  # or else its destructor writes again and complains again
+        raise
     (partial / target.name).replace(target)
     shutil.rmtree(partial)
