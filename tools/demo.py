@@ -14,8 +14,11 @@ PROMPT = "def read_config(path):\n"
 
 
 def main() -> None:
+    """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder for the model and the server's log")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/demo"), help="folder for the model and the server's log"
+    )
     parser.add_argument("--keep-serving", action="store_true", help="leave the server up until Ctrl-C")
     args = parser.parse_args()
 

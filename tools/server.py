@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,16 +12,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 # Small pools keep start-up short: sizing them from free memory takes longer than all the rest.
-CPU_FLAGS = (
+CPU_FLAGS = shlex.split(
     "--device cpu --attention-backend sm120_mla --max-total-tokens 16384 --max-running-requests 16 "
     "--context-length 8192 --skip-server-warmup"
-).split()
+)
 READY_TIMEOUT_S = 180
 
 
@@ -43,12 +45,11 @@ class Server:
             raise RuntimeError(f"{path} answered {error.code}: {error.read().decode(errors='replace')}") from error
 
     def get(self, path: str, timeout_s: float = 60) -> str:
+        """GET, return the body as text."""
         with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
             return response.read().decode()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **sampling: Any
-    ) -> list[dict[str, Any]]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
         """Continue prompts given as token ids, all in one request; greedy unless `sampling` says otherwise.
 
         Each answer has `output_ids` and upstream's `meta_info`.
@@ -58,6 +59,7 @@ class Server:
 
 
 def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -92,21 +94,23 @@ def _wait_ready(server: Server, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"the server exited with {process.returncode}; the end of {server.log}:\n{_tail(server.log)}")
+            raise RuntimeError(
+                f"the server exited with {process.returncode}; the end of {server.log}:\n{_tail(server.log)}"
+            )
         try:
             server.get("/health", timeout_s=30)
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    raise RuntimeError(f"the server was not ready in {READY_TIMEOUT_S} s; the end of {server.log}:\n{_tail(server.log)}")
+    raise RuntimeError(
+        f"the server was not ready in {READY_TIMEOUT_S} s; the end of {server.log}:\n{_tail(server.log)}"
+    )
 
 
 def _stop(process: subprocess.Popen) -> None:
     """End the whole session: the scheduler and detokenizer are children of their own."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -34,7 +34,7 @@ SGLANG_KEYS = {
 
 
 def config(vocab_size: int, layers: int, max_context_tokens: int) -> DeepseekV3Config:
-    """DeepseekV3 shape of Kimi K2 (MLA latent 512 + rope 64, 8 heads as one TP-8 rank, sigmoid-scored MoE), scaled down."""
+    """DeepseekV3 as Kimi K2 uses it (MLA latent 512 + rope 64, 8 heads as one TP-8 rank, sigmoid MoE), scaled down."""
     return DeepseekV3Config(
         vocab_size=vocab_size,
         hidden_size=256,
@@ -102,6 +102,7 @@ def write(
 
 
 def main() -> None:
+    """Write one checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder to write the checkpoint into")
     parser.add_argument("--layers", type=int, default=4)

@@ -31,7 +31,10 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "kv", "req_to_token", "req_pool_indices", "kv_lens", "qo_indptr")),
         *((name, ctypes.c_void_p) for name in ("tree_mask", "out", "lse", "workspace")),
         *((name, ctypes.c_int64) for name in ("kv_stride_bytes", "req_to_token_stride")),
-        *((name, ctypes.c_int32) for name in ("req_pool_indices_stride", "kv_lens_stride", "batch", "q_len", "total_q")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("req_pool_indices_stride", "kv_lens_stride", "batch", "q_len", "total_q")
+        ),
         *((name, ctypes.c_int32) for name in ("heads", "mask_words", "kv_is_fp8", "num_sms")),
         *((name, ctypes.c_float) for name in ("sm_scale", "kv_scale", "logit_cap")),
     ]
@@ -55,7 +58,9 @@ def _library() -> ctypes.CDLL:
     library.sm120_move_kv.argtypes = [pointer, i32, pointer, pointer, i32, i32, pointer]
     library.sm120_pack_tree_mask.argtypes = [pointer, pointer, i32, i32, pointer]
     if library.sm120_mla_abi() != ABI:
-        raise RuntimeError(f"{LIBRARY_PATH} has ABI {library.sm120_mla_abi()}, this package needs {ABI}: run `make kernels`")
+        raise RuntimeError(
+            f"{LIBRARY_PATH} has ABI {library.sm120_mla_abi()}, this package needs {ABI}: run `make kernels`"
+        )
     return library
 
 
@@ -273,7 +278,8 @@ def _params(
         _expect(q_len is None or mask_words >= -(-q_len // 32), f"tree_mask has {mask_words} words for q_len {q_len}")
     if workspace is not None:
         _expect(
-            workspace.numel() * workspace.element_size() >= workspace_bytes(q.device) and workspace.data_ptr() % 16 == 0,
+            workspace.numel() * workspace.element_size() >= workspace_bytes(q.device)
+            and workspace.data_ptr() % 16 == 0,
             f"workspace must have {workspace_bytes(q.device)} bytes, aligned to 16: use ops.new_workspace",
         )
     if os.environ.get("SGLANG_SM120_CHECK_SLOTS") == "1":
@@ -310,9 +316,7 @@ def _params(
     )
 
 
-def _check_slots(
-    slots: int, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor
-) -> None:
+def _check_slots(slots: int, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor) -> None:
     """Raises if any slot a request would read lies outside the pool."""
     for b, (row, length) in enumerate(zip(req_pool_indices.tolist(), kv_lens.tolist(), strict=True)):
         _expect(0 <= row < req_to_token.shape[0], f"req_pool_indices[{b}] is {row}, outside req_to_token")
@@ -330,16 +334,24 @@ def _mla_verify_cuda(*args: object) -> None:
 
 
 def _move_kv_cuda(pool_pointers: torch.Tensor, row_bytes: int, src: torch.Tensor, dst: torch.Tensor) -> None:
-    _expect(pool_pointers.dtype in (torch.uint64, torch.int64), f"pool_pointers is {pool_pointers.dtype}; it must be uint64")
+    _expect(
+        pool_pointers.dtype in (torch.uint64, torch.int64), f"pool_pointers is {pool_pointers.dtype}; it must be uint64"
+    )
     _expect(row_bytes > 0 and row_bytes % 16 == 0, f"row_bytes is {row_bytes}; it must be a positive multiple of 16")
     for name, slots in (("src", src), ("dst", dst)):
         _expect(
             slots.dtype == torch.int64 and slots.is_contiguous() and slots.dim() == 1,
             f"{name} is {slots.dtype} {list(slots.shape)}; it must be a contiguous int64 vector",
         )
-        _expect(slots.device == pool_pointers.device, f"{name} is on {slots.device}, pool_pointers on {pool_pointers.device}")
+        _expect(
+            slots.device == pool_pointers.device,
+            f"{name} is on {slots.device}, pool_pointers on {pool_pointers.device}",
+        )
     _expect(src.shape == dst.shape, f"src has {src.numel()} slots, dst {dst.numel()}")
-    _expect(src.numel() <= move_kv_max_rows(), f"{src.numel()} slots in one move; at most {move_kv_max_rows()} are supported")
+    _expect(
+        src.numel() <= move_kv_max_rows(),
+        f"{src.numel()} slots in one move; at most {move_kv_max_rows()} are supported",
+    )
     _launch(
         "sm120_move_kv", src.device, pool_pointers.data_ptr(), pool_pointers.numel(), src.data_ptr(), dst.data_ptr(),
         src.numel(), row_bytes,

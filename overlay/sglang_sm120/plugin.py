@@ -1,12 +1,18 @@
-"""Entry point `sglang.srt.plugins`: tells SGLang about the backend. Runs in every process before the engine starts."""
+"""Entry point `sglang.srt.plugins`: tells SGLang about our parts. Runs in every process before the engine starts."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from sglang_sm120.attention import BACKEND_NAME
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 def register() -> None:
-    """Register the backend, its CLI choice and its places in upstream's per-backend lists."""
+    """Register the backend, its CLI choice, its places in upstream's per-backend lists, and when it is chosen."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -14,16 +20,13 @@ def register() -> None:
     choices.add_chunked_prefix_cache_attention_backend(BACKEND_NAME)
     register_attention_backend(BACKEND_NAME)(_create_backend)
     _register_mla_dispatch()
+    _register_dflash_verify()
+    _register_selection()
 
 
-def _create_backend(model_runner):
+def _create_backend(model_runner: ModelRunner) -> AttentionBackend:
     from sglang_sm120.attention.backend import Sm120MLABackend
 
-    if not model_runner.use_mla_backend:
-        raise ValueError(
-            f"--attention-backend {BACKEND_NAME} serves MLA models only (DeepSeek, Kimi, GLM with a 512 + 64 latent); "
-            "choose another --attention-backend for this model."
-        )
     return Sm120MLABackend(model_runner)
 
 
@@ -31,5 +34,31 @@ def _register_mla_dispatch() -> None:
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils
 
-    handler.AttentionBackendRegistry.register(BACKEND_NAME, handler._dispatch_mla_subtype)
+    def forward_method(attn: Any, forward_batch: Any) -> Any:
+        from sglang_sm120.attention.select import prefills_with_full_heads
+
+        if prefills_with_full_heads():
+            return handler._handle_attention_backend(attn, forward_batch, BACKEND_NAME)
+        return handler._dispatch_mla_subtype(attn, forward_batch)
+
+    handler.AttentionBackendRegistry.register(BACKEND_NAME, forward_method)
+    handler.MHA_ONE_SHOT_SUPPORTED_BACKENDS.append(BACKEND_NAME)
     utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(BACKEND_NAME)
+
+
+def _register_dflash_verify() -> None:
+    """A chain verify is causal in our backend: upstream then builds no context-sized mask for it."""
+    from sglang.srt.speculative import dflash_utils
+
+    dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS |= {"Sm120MLABackend"}
+
+
+def _register_selection() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_sm120.attention import select
+
+    HookRegistry.register(
+        "sglang.srt.arg_groups.overrides.get_default_attn_backend", select.default_backend, HookType.AROUND
+    )
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.resolve_once", select.check_resolved, HookType.AFTER)

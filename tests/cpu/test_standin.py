@@ -15,7 +15,9 @@ def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_import_selects_the_cpu_engine():
-    done = run("import sglang; from sglang.srt.utils import is_cpu; import sglang.srt.mem_cache.memory_pool; print(is_cpu())")
+    done = run(
+        "import sglang; from sglang.srt.utils import is_cpu; import sglang.srt.mem_cache.memory_pool; print(is_cpu())"
+    )
     assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
@@ -41,9 +43,17 @@ def test_plain_attention_models_are_refused(backend, tmp_path):
 
     from tools import server, tiny_model
 
-    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=300)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=300
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     tiny_model.tokenizer(300).save_pretrained(tmp_path / "llama")
-    with pytest.raises(RuntimeError, match="--attention-backend sm120_mla serves MLA models only"):
-        with server.running(tmp_path / "llama", tmp_path / "log", ["--attention-backend", backend, "--context-length", "2048"]):
-            pass
+    with (
+        pytest.raises(
+            RuntimeError, match="--attention-backend sm120_mla cannot serve this: the model has no MLA latent"
+        ),
+        server.running(
+            tmp_path / "llama", tmp_path / "log", ["--attention-backend", backend, "--context-length", "2048"]
+        ),
+    ):
+        pass

@@ -1,10 +1,13 @@
 """`--attention-backend sm120_mla`: absorbed MLA for decode, tree verify, draft extend and extend.
 
 ```
-ForwardBatch --> Rows (kv_lens, qo offsets, tree mask)  --> mla_attention (reference, or the kernel on a GPU)
-                  planned once a step, on the device          once a layer, straight from req_to_token
+ForwardBatch ──> Rows ──────────────────────> attend, once a layer ──> [T, H, 512]
+                 kv_lens, q_len, tree mask    the CUDA kernel on a GPU, the PyTorch reference on a CPU
+                 once a step, on the device   slots are read straight from req_to_token
+ForwardBatch ──> FlashInfer ragged prefill    a GPU's prompts: full heads, faster than absorbed for many rows
 ```
-A request's slots are read from `req_to_token` by the attention itself: no index list and no context-sized mask exists.
+No index list and no context-sized mask is ever built. What a step prepares is device arithmetic on buffers that keep
+their address, so a captured graph repeats it and stays right at every length.
 """
 
 from __future__ import annotations
@@ -13,15 +16,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+from sglang_sm120 import ops
 from sglang_sm120.attention import metrics, reference
+from sglang_sm120.attention.select import prefills_with_full_heads
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -29,10 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Rows:
-    """Query rows of one step: `kv_lens [B]`, `qo_indptr [B + 1]`, both int32, and ancestor words `[T, W]` or None (causal)."""
+    """Query rows of one step.
+
+    `kv_lens [B]` counts the new tokens in; a request asks `q_len` rows, or `qo_indptr [B + 1]` (int32) where requests
+    differ. `tree_mask [B * q_len, W]` holds int32 ancestor words; None is causal.
+    """
 
     kv_lens: torch.Tensor
-    qo_indptr: torch.Tensor
+    q_len: int | None = None
+    qo_indptr: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
 
 
@@ -46,57 +58,120 @@ class Sm120MLABackend(AttentionBackend):
         self.device = model_runner.device
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.kv_index_translator = model_runner.kv_index_translator
         self.data_type = self.kv_cache_dtype = model_runner.kv_cache_dtype
         self.forward_metadata: Rows | None = None
         self.num_draft_tokens: int = get_spec().speculative_num_draft_tokens or 0
+        self.uses_kernel = self.device != "cpu"
+        self._workspace = ops.new_workspace(self.req_to_token.device) if self.uses_kernel else None
+        self._prefill = None if skip_prefill or not prefills_with_full_heads() else _ragged_prefill(model_runner)
+        self._max_bs = model_runner.req_to_token_pool.size
+        self._verify_kv_lens = torch.zeros(self._max_bs, dtype=torch.int64, device=self.device)
         self._verify_mask: VerifyMask | None = None
+        self._tree_words: torch.Tensor | None = None
         if self.num_draft_tokens and not model_runner.is_draft_worker and not skip_prefill:
-            self._verify_mask = self._new_verify_mask(model_runner.req_to_token_pool.size)
+            self._allocate_tree_masks()
 
-    def _new_verify_mask(self, max_bs: int) -> VerifyMask:
-        """`q x q` cells a request, for as many requests as can run: the draft stage always finds room."""
-        cells = tree_mask_numel(TreeMaskMode.QLEN_ONLY, max_bs, self.num_draft_tokens, 0)
+    def _allocate_tree_masks(self) -> None:
+        """`q x q` bool cells a request for upstream's tree builders, and the ancestor words that the kernel reads.
+
+        Both hold as many requests as can run, so the draft stage always finds room and no step allocates a mask.
+        """
+        q_len = self.num_draft_tokens
+        cells = tree_mask_numel(TreeMaskMode.QLEN_ONLY, self._max_bs, q_len, 0)
         buffer = torch.zeros(cells, dtype=torch.bool, device=self.device)
-        return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_bs)
+        self._verify_mask = VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=self._max_bs)
+        words = (self._max_bs * q_len, reference.mask_words(q_len))
+        self._tree_words = torch.zeros(words, dtype=torch.int32, device=self.device)
 
     @property
     def verify_mask(self) -> VerifyMask | None:
+        """The bool mask that upstream's tree builders fill; None where nothing is verified."""
         return self._verify_mask
 
+    @property
+    def tree_words(self) -> torch.Tensor | None:
+        """Ancestor words `[max_bs * q, W]` int32 that every tree verify reads; a drafter may write them in place."""
+        return self._tree_words
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make room for `max_bs` requests before the first capture."""
+        if max_bs > self._max_bs:  # data parallelism pads a batch past the request pool
+            self._max_bs = max_bs
+            self._verify_kv_lens = torch.zeros(max_bs, dtype=torch.int64, device=self.device)
+            if self._verify_mask is not None:
+                self._allocate_tree_masks()
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a padded request: its one token is the padding slot."""
         return 1
 
-    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """Every layer reads `req_to_token`, so the reads end with the forward pass."""
+        if fm.is_decode() or fm.is_target_verify():
+            return SharedReadEnds.POST_REPLAY
+        return SharedReadEnds.UNKNOWN
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Choose the step's rows. Only views are made here: what computes is in `init_forward_metadata_in_graph`."""
         mode = forward_batch.forward_mode
-        metrics.count_step(mode.name.lower(), "reference")
-        seq_lens = forward_batch.seq_lens.to(torch.int32)
+        metrics.count_step(mode.name.lower(), "kernel" if self.uses_kernel else "reference")
         if mode.is_decode_or_idle():
-            self.forward_metadata = Rows(seq_lens, self._uniform_indptr(seq_lens, 1))
+            self.forward_metadata = Rows(forward_batch.seq_lens, q_len=1)
         elif mode.is_target_verify():
-            q_len = self.num_draft_tokens
-            self.forward_metadata = Rows(
-                seq_lens + q_len, self._uniform_indptr(seq_lens, q_len), self._tree_mask(forward_batch, q_len)
-            )
+            self.forward_metadata = self._verify_rows(forward_batch)
         elif mode.is_draft_extend_v2():
-            q_len = self.num_draft_tokens
-            kv_lens = seq_lens - forward_batch.extend_seq_lens.to(torch.int32) + q_len
-            self.forward_metadata = Rows(kv_lens, self._uniform_indptr(seq_lens, q_len))
+            window = self.num_draft_tokens
+            kv_lens = forward_batch.seq_lens - forward_batch.extend_seq_lens + window
+            self.forward_metadata = Rows(kv_lens, q_len=window)
         else:
-            lens = forward_batch.extend_seq_lens.to(torch.int32)
-            self.forward_metadata = Rows(seq_lens, torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)))
+            ends = forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
+            self.forward_metadata = Rows(forward_batch.seq_lens, qo_indptr=torch.nn.functional.pad(ends, (1, 0)))
+            if self._prefill is not None and not any(forward_batch.extend_prefix_lens_cpu):
+                self._prefill.init_forward_metadata(forward_batch)
+
+    def _verify_rows(self, forward_batch: ForwardBatch) -> Rows:
+        bs, q_len = forward_batch.batch_size, forward_batch.spec_info.draft_token_num
+        tree = self._tree_words[: bs * q_len] if self._verifies_tree(forward_batch) else None
+        return Rows(self._verify_kv_lens[:bs], q_len=q_len, tree_mask=tree)
 
     @staticmethod
-    def _uniform_indptr(seq_lens: torch.Tensor, q_len: int) -> torch.Tensor:
-        return torch.arange(seq_lens.shape[0] + 1, device=seq_lens.device, dtype=torch.int32) * q_len
+    def _verifies_tree(forward_batch: ForwardBatch) -> bool:
+        """A drafter that fills the ancestor words says so; of upstream's, only top-k > 1 draws trees."""
+        spec_info = forward_batch.spec_info
+        return getattr(spec_info, "has_tree_words", False) or getattr(spec_info, "topk", 1) > 1
 
-    @staticmethod
-    def _tree_mask(forward_batch: ForwardBatch, q_len: int) -> torch.Tensor | None:
-        """Ancestor words `[B * q, W]` from the draft's mask: ready-made words (int32), or `q x q` bool cells a request."""
-        mask = forward_batch.spec_info.custom_mask
-        if mask is None or mask.dtype == torch.int32:
-            return mask
-        rows = forward_batch.batch_size * q_len
-        return reference.pack_mask(mask.view(torch.bool)[: rows * q_len].view(rows, q_len))
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Fill a verify's lengths and ancestor words; recorded by a capture."""
+        if not forward_batch.forward_mode.is_target_verify():
+            return
+        rows, spec_info = self.forward_metadata, forward_batch.spec_info
+        torch.add(forward_batch.seq_lens, rows.q_len, out=rows.kv_lens)
+        if rows.tree_mask is not None and not getattr(spec_info, "has_tree_words", False):
+            cells = rows.tree_mask.shape[0] * rows.q_len
+            bools = self._verify_mask.buffer[:cells].view(-1, rows.q_len)
+            rows.tree_mask.copy_(ops.pack_tree_mask(bools) if self.uses_kernel else reference.pack_mask(bools))
+
+    def init_mha_chunk_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan a prompt chunk over its cached prefix with full heads (upstream's chunked-prefix path)."""
+        if self._prefill is not None:
+            self._prefill.init_mha_chunk_metadata(forward_batch)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Absorbed rows as in `forward_decode`; full heads (a prompt on a GPU) go to FlashInfer."""
+        if layer.v_head_dim == reference.LATENT_DIM:
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        return self._prefill.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(
         self,
@@ -110,32 +185,33 @@ class Sm120MLABackend(AttentionBackend):
         k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`q [T, H, 512]` and `q_rope [T, H, 64]` (or q with both, 576) over the pool: `[T, H * 512]`."""
+        heads = layer.tp_q_head_num
         if k is not None and save_kv_cache:
             self._save(layer, forward_batch, k, k_rope)
         if q_rope is not None:
-            q = torch.cat(
-                [
-                    q.view(-1, layer.tp_q_head_num, reference.LATENT_DIM),
-                    q_rope.view(-1, layer.tp_q_head_num, reference.ROPE_DIM),
-                ],
-                dim=-1,
-            )
+            parts = [q.view(-1, heads, reference.LATENT_DIM), q_rope.view(-1, heads, reference.ROPE_DIM)]
+            q = torch.cat(parts, dim=-1)
+        out = self._attend(q.reshape(-1, heads, reference.HEAD_DIM), layer, forward_batch.req_pool_indices)
+        return out.view(-1, heads * layer.v_head_dim)
+
+    def _attend(self, q: torch.Tensor, layer: RadixAttention, req_pool_indices: torch.Tensor) -> torch.Tensor:
         rows = self.forward_metadata
-        out, _ = reference.mla_attention(
-            q.view(-1, layer.tp_q_head_num, reference.HEAD_DIM),
+        options = {"workspace": self._workspace} if self.uses_kernel else {}
+        attend = ops.mla_verify if self.uses_kernel else reference.mla_attention
+        out, _ = attend(
+            q,
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.req_to_token,
-            forward_batch.req_pool_indices,
+            req_pool_indices,
             rows.kv_lens,
-            rows.qo_indptr,
-            sm_scale=layer.scaling,
+            q_len=rows.q_len,
+            qo_indptr=rows.qo_indptr,
             tree_mask=rows.tree_mask,
+            sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
+            **options,
         )
-        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
-
-    # The rows already say which tokens are asked, so an extend is a decode with more rows.
-    forward_extend = forward_decode
+        return out
 
     def _save(
         self, layer: RadixAttention, forward_batch: ForwardBatch, k: torch.Tensor, k_rope: torch.Tensor | None
@@ -143,10 +219,17 @@ class Sm120MLABackend(AttentionBackend):
         loc = KVWriteLoc.for_batch(forward_batch)
         if k_rope is None:
             self.token_to_kv_pool.set_kv_buffer(layer, loc, k, k)
-        elif k.is_cuda:
+        elif self.uses_kernel:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, loc, k, k_rope)
         else:  # upstream's two-part write is a Triton kernel
             self.token_to_kv_pool.set_kv_buffer(layer, loc, torch.cat([k, k_rope], dim=-1), k)
 
     def support_triton(self) -> bool:
-        return self.device != "cpu"
+        """Whether upstream may use its Triton helpers beside this backend."""
+        return self.uses_kernel
+
+
+def _ragged_prefill(model_runner: ModelRunner) -> FlashInferMLAAttnBackend:
+    from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
+
+    return FlashInferMLAAttnBackend(model_runner)

@@ -1,8 +1,8 @@
 """An importable `sgl_kernel` for machines that have none.
 
-Upstream imports names from `sgl_kernel` at module level on its CPU engine even where the plain PyTorch path calls none of
-them. The stand-in hands out `sglang_sm120.cpu.ops` where we implement the name in PyTorch, and otherwise a function that
-says what is missing once it is called.
+Upstream imports names from `sgl_kernel` at module level on its CPU engine even where the plain PyTorch path calls none
+of them. The stand-in hands out `sglang_sm120.cpu.ops` where we implement the name in PyTorch, and otherwise a function
+that says what is missing once it is called.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 NAME = "sgl_kernel"
 
@@ -52,9 +53,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install_if_missing() -> bool:
-    """Select upstream's CPU engine and provide `sgl_kernel` if it is not installed; return whether that was done.
+    """Select upstream's CPU engine and provide `sgl_kernel` if it is not installed; say whether that was done.
 
-    Without `sgl_kernel` nothing can be served on a GPU, so its absence is the whole test: no torch import is needed here.
+    Without `sgl_kernel` nothing can be served on a GPU, so its absence is the whole test; torch need not be imported.
     """
     if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
         return False
