@@ -23,7 +23,7 @@ CPU_FLAGS = shlex.split(
     "--device cpu --attention-backend sm120_mla --max-total-tokens 16384 --max-running-requests 16 "
     "--context-length 8192 --skip-server-warmup"
 )
-READY_TIMEOUT_S = 180
+READY_TIMEOUT_S = 300
 
 
 @dataclass
@@ -66,8 +66,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(model: Path, log: Path, flags: Sequence[str] = (), env: dict[str, str] | None = None) -> Iterator[Server]:
-    """Serve `model` on the CPU with this interpreter's `sglang`; later `flags` override the defaults.
+def running(
+    model: Path,
+    log: Path,
+    flags: Sequence[str] = (),
+    env: dict[str, str] | None = None,
+    defaults: Sequence[str] = CPU_FLAGS,
+) -> Iterator[Server]:
+    """Serve `model` with this interpreter's `sglang`, on the CPU by default; later `flags` override the `defaults`.
 
     Raises RuntimeError with the end of the log if the server dies or is not ready in time.
     """
@@ -76,7 +82,7 @@ def running(model: Path, log: Path, flags: Sequence[str] = (), env: dict[str, st
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*command, *CPU_FLAGS, *flags],
+            [*command, *defaults, *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -1,0 +1,206 @@
+"""Servers on one GPU: ours against stock SGLang on a random Kimi-shaped model.
+
+    python -m tools.bench_server equal --out DIR     greedy tokens: ours against Triton, graphs against eager
+    python -m tools.bench_server speed --out DIR     tokens per second by context and batch, plain and DFLASH chain
+
+Stock is the same wheel with Triton attention. It gets FlashInfer's prefill where only decode and verify are timed:
+stock Triton needs minutes for the prompts. All servers of a comparison are up at once and take turns; sleeping when idle
+keeps the waiting one from disturbing the timed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tools import server, tiny_model
+
+GPU_FLAGS = shlex.split(
+    "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
+    "--sleep-on-idle --random-seed 1"
+)
+TRITON_DECODE = shlex.split(
+    "--prefill-attention-backend flashinfer --decode-attention-backend triton --speculative-attention-mode decode"
+)
+OURS = ["--attention-backend", "sm120_mla"]
+SIMULATED_ACCEPT_LEN = 4
+REPEATS = 3
+
+
+def launch(stack: ExitStack, model: Path, log_dir: Path, variants: dict[str, list[str]]) -> dict[str, server.Server]:
+    """Start every variant at once; returns name -> server."""
+
+    def start(name: str) -> server.Server:
+        env = {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPT_LEN)} if "chain" in name else {}
+        running = server.running(model, log_dir / f"{name}.log", variants[name], env, GPU_FLAGS)
+        return stack.enter_context(running)
+
+    with ThreadPoolExecutor(len(variants)) as pool:
+        return dict(zip(variants, pool.map(start, variants), strict=True))
+
+
+def prompt_ids(seed: int, tokens: int) -> list[int]:
+    """Random text tokens; a longer prompt of the same seed starts with the shorter one."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, 2048) for _ in range(tokens)]
+
+
+def compare_greedy(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compare greedy answers with top-2 log-probabilities.
+
+    Noise is the largest difference of a chosen token's log-probability over the positions before any divergence. The
+    first divergence of a prompt is a tie when the reference's top-2 gap there is at most twice the noise; the rest of
+    that prompt follows another text and is not compared.
+    """
+    noise, compared, divergences = 0.0, 0, []
+    for prompt, (a, b) in enumerate(zip(want, got, strict=True)):
+        pairs = zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True)
+        for at, (left, right) in enumerate(pairs):
+            if left[1] != right[1]:
+                top = a["meta_info"]["output_top_logprobs"][at]
+                divergences.append({"prompt": prompt, "at": at, "gap": top[0][0] - top[1][0]})
+                break
+            noise = max(noise, abs(left[0] - right[0]))
+            compared += 1
+    errors = [d for d in divergences if d["gap"] > 2 * noise]
+    return {"positions": compared, "noise": noise, "ties": len(divergences) - len(errors), "errors": errors}
+
+
+def equal(out: Path, work: Path) -> None:
+    """50 prompts to 32k tokens through Triton, ours with graphs, ours eager, ours with fp8 KV; write `equal.json`."""
+    model = tiny_model.write(work / "rank", size="rank")
+    pool = shlex.split(
+        "--max-total-tokens 400000 --context-length 40000 --max-running-requests 16 --mem-fraction-static 0.15"
+    )
+    graphs = ["--cuda-graph-max-bs-decode", "8"]
+    variants = {
+        "triton": [*pool, *graphs, "--attention-backend", "triton"],
+        "ours": [*pool, *graphs, *OURS],
+        "ours-eager": [*pool, *OURS, "--cuda-graph-backend-decode", "disabled"],
+        "ours-fp8": [*pool, *graphs, *OURS, "--kv-cache-dtype", "fp8_e4m3"],
+    }
+    lengths = [1, 2, 7, 64, 65, 200, 511, 1000, 3000, 8000] * 4 + [12_000, 16_000] * 4 + [32_000, 31_999]
+    prompts = [prompt_ids(100 + i, n) for i, n in enumerate(lengths)]
+    answers: dict[str, list[dict[str, Any]]] = {}
+    with ExitStack() as stack:
+        for name, up in launch(stack, model, out, variants).items():
+            parameters = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+            answers[name] = []
+            for prompt in prompts:
+                body = {
+                    "input_ids": prompt,
+                    "sampling_params": parameters,
+                    "return_logprob": True,
+                    "top_logprobs_num": 2,
+                }
+                answers[name].append(up.post("/generate", body))
+            print(f"{name}: {len(prompts)} prompts answered", flush=True)
+    graph, eager = ([a["output_ids"] for a in answers[name]] for name in ("ours", "ours-eager"))
+    result = {
+        "ours_vs_triton": compare_greedy(answers["triton"], answers["ours"]),
+        "fp8_vs_bf16": compare_greedy(answers["ours"], answers["ours-fp8"]),
+        "graph_equals_eager": graph == eager,
+        "prompts": len(prompts),
+    }
+    (out / "equal.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+def step_time(up: server.Server, prompts: list[list[int]], few: int, many: int) -> float:
+    """Seconds for `many - few` more tokens of every prompt; the prompts are cached, so both calls share what is left."""
+    times = []
+    for tokens in (few, many):
+        begin = time.perf_counter()
+        up.generate(prompts, tokens)
+        times.append(time.perf_counter() - begin)
+    return times[1] - times[0]
+
+
+def speed(out: Path, work: Path, contexts: list[int], batches: list[int], q: int, kv_dtype: str) -> None:
+    """Time every (context, batch) on stock and ours, plain and chain verify of width `q`; write `speed-*.json`."""
+    model = tiny_model.write(work / "rank", size="rank")
+    drafter = tiny_model.write_drafter(work / f"drafter{q}", model, block_size=q)
+    tokens = max(contexts) * 4 + 100_000
+    pool = shlex.split(
+        f"--max-total-tokens {tokens} --context-length {max(contexts) + 1000} --max-running-requests 16 "
+        f"--mem-fraction-static 0.2 --cuda-graph-bs-decode 1 4 16 --chunked-prefill-size 8192 --kv-cache-dtype {kv_dtype}"
+    )
+    chain = shlex.split(
+        f"--speculative-algorithm DFLASH --speculative-draft-model-path {drafter} "
+        "--speculative-draft-attention-backend triton"
+    )
+    variants = {
+        "stock-plain": [*pool, *TRITON_DECODE],
+        "ours-plain": [*pool, *OURS],
+        "stock-chain": [*pool, *TRITON_DECODE, *chain],
+        "ours-chain": [*pool, *OURS, *chain],
+    }
+    rows = []
+    with ExitStack() as stack:
+        begin = time.monotonic()
+        ups = launch(stack, model, out, variants)
+        print(f"4 servers ready after {time.monotonic() - begin:.0f} s", flush=True)
+        for ctx in contexts:
+            for bs in (b for b in batches if b * ctx <= tokens - 60_000):
+                prompts = [prompt_ids(i, ctx) for i in range(bs)]
+                for mode in ("plain", "chain"):
+                    rows.append(measure(ups, mode, prompts, ctx, bs, q, kv_dtype))
+                    path = out / f"speed-q{q}-{kv_dtype}.json"
+                    path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def measure(
+    ups: dict[str, server.Server], mode: str, prompts: list[list[int]], ctx: int, bs: int, q: int, kv_dtype: str
+) -> dict[str, Any]:
+    """One row: median of interleaved repeats on stock and ours."""
+    steps = 16
+    per_step = SIMULATED_ACCEPT_LEN if mode == "chain" else 1
+    seconds: dict[str, list[float]] = {"stock": [], "ours": []}
+    for who in seconds:  # fills the prefix cache and warms up
+        ups[f"{who}-{mode}"].generate(prompts, per_step)
+    for _ in range(REPEATS):
+        for who, times in seconds.items():
+            times.append(step_time(ups[f"{who}-{mode}"], prompts, per_step, per_step * (steps + 1)))
+    stock, ours = (statistics.median(seconds[who]) for who in ("stock", "ours"))
+    row = {
+        "mode": mode if mode == "plain" else f"chain-q{q}",
+        "ctx": ctx,
+        "bs": bs,
+        "kv_dtype": kv_dtype,
+        "stock_tok_s": per_step * steps * bs / stock,
+        "ours_tok_s": per_step * steps * bs / ours,
+        "stock_step_ms": 1e3 * stock / steps,
+        "ours_step_ms": 1e3 * ours / steps,
+    }
+    print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    return row
+
+
+def main() -> None:
+    """Run one of the verbs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=["equal", "speed"])
+    parser.add_argument("--out", type=Path, required=True, help="folder for results and server logs")
+    parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for the generated checkpoints")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 65536, 131072, 185000])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--q", type=int, default=16, help="draft block width, which is the verify width of the chain")
+    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8_e4m3"])
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.verb == "equal":
+        equal(args.out, args.work)
+    else:
+        speed(args.out, args.work, args.contexts, args.batches, args.q, args.kv_dtype)
+
+
+if __name__ == "__main__":
+    main()
