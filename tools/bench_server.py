@@ -3,9 +3,9 @@
     python -m tools.bench_server equal --out DIR     greedy tokens: ours against Triton, graphs against eager
     python -m tools.bench_server speed --out DIR     tokens per second by context and batch, plain and DFLASH chain
 
-Stock is the same wheel with Triton attention. It gets FlashInfer's prefill where only decode and verify are timed:
-stock Triton needs minutes for the prompts. All servers of a comparison are up at once and take turns; sleeping when idle
-keeps the waiting one from disturbing the timed one.
+Stock is the same wheel with Triton attention. It gets FlashInfer's prefill where only decode and verify are timed: stock
+Triton needs minutes for the prompts. All servers of a comparison are up at once and take turns; sleeping when idle keeps
+the waiting one from disturbing the timed one.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def equal(out: Path, work: Path) -> None:
 
 
 def step_time(up: server.Server, prompts: list[list[int]], few: int, many: int) -> float:
-    """Seconds for `many - few` more tokens of every prompt; the prompts are cached, so both calls share what is left."""
+    """Seconds for `many - few` more tokens of every prompt; the prompts are cached, both calls share the rest."""
     times = []
     for tokens in (few, many):
         begin = time.perf_counter()
@@ -131,7 +131,8 @@ def speed(out: Path, work: Path, contexts: list[int], batches: list[int], q: int
     tokens = max(contexts) * 4 + 100_000
     pool = shlex.split(
         f"--max-total-tokens {tokens} --context-length {max(contexts) + 1000} --max-running-requests 16 "
-        f"--mem-fraction-static 0.2 --cuda-graph-bs-decode 1 4 16 --chunked-prefill-size 8192 --kv-cache-dtype {kv_dtype}"
+        f"--mem-fraction-static 0.2 --cuda-graph-bs-decode 1 4 16 --chunked-prefill-size 8192 "
+        f"--kv-cache-dtype {kv_dtype}"
     )
     chain = shlex.split(
         f"--speculative-algorithm DFLASH --speculative-draft-model-path {drafter} "

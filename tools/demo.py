@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=Path("build/demo"), help="folder for the model and the server's log"
     )
-    parser.add_argument("--keep-serving", action="store_true", help="leave the server up until Ctrl-C")
+    parser.add_argument("--serve", action="store_true", help="leave the server up until Ctrl-C")
     args = parser.parse_args()
 
     model = args.work / "tiny-mla"
@@ -33,7 +33,7 @@ def main() -> None:
         answer = up.post("/v1/completions", {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0})
         print(f"prompt:     {PROMPT!r}\ncompletion: {answer['choices'][0]['text']!r}")
         print_evidence(up)
-        if args.keep_serving:
+        if args.serve:
             print("serving; Ctrl-C ends it", flush=True)
             while True:
                 time.sleep(3600)

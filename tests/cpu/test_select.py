@@ -1,0 +1,123 @@
+"""Which backend SGLang picks, with a mocked GPU where the choice depends on one; and what is refused, by flag."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang_sm120 import ops
+from sglang_sm120.attention import select
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that the first GPU has the given capability and that the kernels are built."""
+
+    def pretend(capability: tuple[int, int], built: bool = True) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(ops, "LIBRARY_PATH", SimpleNamespace(exists=lambda: built))
+
+    return pretend
+
+
+def kimi(**changes):
+    return SimpleNamespace(
+        **{
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "hf_config": SimpleNamespace(),
+            "dtype": torch.bfloat16,
+            "sliding_window_size": None,
+        }
+        | changes
+    )
+
+
+def args(**changes):
+    return SimpleNamespace(
+        **{
+            "dcp_size": 1,
+            "enable_unified_memory": False,
+            "enable_deterministic_inference": False,
+            "kv_cache_dtype": "auto",
+            "device": "cuda",
+        }
+        | changes
+    )
+
+
+def upstream_default(*_):
+    return "upstream's choice"
+
+
+@pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
+def test_rtx_blackwell_with_an_mla_model_gets_ours(gpu, capability):
+    gpu(capability)
+    assert select.default_backend(upstream_default, args(), True, kimi()) == "sm120_mla"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (10, 3), (11, 0)])
+def test_other_gpus_keep_upstreams_choice(gpu, capability):
+    gpu(capability)
+    assert select.default_backend(upstream_default, args(), True, kimi()) == "upstream's choice"
+
+
+def test_models_without_a_latent_keep_upstreams_choice(gpu):
+    gpu((12, 0))
+    assert select.default_backend(upstream_default, args(), False, kimi()) == "upstream's choice"
+
+
+def test_what_we_would_refuse_is_not_chosen(gpu):
+    gpu((12, 0))
+    assert select.default_backend(upstream_default, args(dcp_size=2), True, kimi()) == "upstream's choice"
+    gpu((12, 0), built=False)
+    assert select.default_backend(upstream_default, args(), True, kimi()) == "upstream's choice"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"dcp_size": 4}, "--dcp-size 4"),
+        ({"enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
+    ],
+)
+def test_refusals_name_the_flag(gpu, changes, named):
+    gpu((12, 0))
+    reasons = select.refusals(args(**changes), kimi())
+    assert len(reasons) == 1 and named in reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kv_lora_rank": 256}, "latent of 256 + 64"),
+        ({"kv_lora_rank": None}, "no MLA latent"),
+        ({"hf_config": SimpleNamespace(index_topk=2048)}, "sparse attention"),
+        ({"sliding_window_size": 128}, "sliding-window"),
+        ({"dtype": torch.float16}, "--dtype"),
+    ],
+)
+def test_refusals_say_what_the_model_has(gpu, changes, said):
+    gpu((12, 0))
+    reasons = select.refusals(args(), kimi(**changes))
+    assert len(reasons) == 1 and said in reasons[0]
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (10, 0), (11, 0)])
+def test_gpus_without_kernels_are_refused(gpu, capability):
+    gpu(capability)
+    assert any("the GPU is sm_" in reason for reason in select.refusals(args(), kimi()))
+
+
+def test_a_wheel_without_kernels_says_so(gpu):
+    gpu((9, 0), built=False)
+    assert any("built without kernels" in reason for reason in select.refusals(args(), kimi()))
+
+
+def test_the_cpu_engine_needs_no_kernels():
+    assert select.refusals(args(device="cpu"), kimi(dtype=torch.float32)) == []
