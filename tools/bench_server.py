@@ -3,9 +3,9 @@
     python -m tools.bench_server equal --out DIR     greedy tokens: ours against Triton, graphs against eager
     python -m tools.bench_server speed --out DIR     tokens per second by context and batch, plain and DFLASH chain
 
-Stock is the same wheel with Triton attention. It gets FlashInfer's prefill where only decode and verify are timed: stock
-Triton needs minutes for the prompts. All servers of a comparison are up at once and take turns; sleeping when idle keeps
-the waiting one from disturbing the timed one.
+Stock is the same wheel with Triton attention. It gets FlashInfer's prefill where only decode and verify are timed,
+for stock Triton needs minutes for the prompts. All servers of a comparison are up at once and take turns; sleeping when
+idle keeps the waiting one from disturbing the timed one.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ def register() -> None:
     _register_mla_dispatch()
     _register_dflash_verify()
     _register_selection()
+    _register_graph_report()
 
 
 def _create_backend(model_runner: ModelRunner) -> AttentionBackend:
@@ -62,3 +63,12 @@ def _register_selection() -> None:
         "sglang.srt.arg_groups.overrides.get_default_attn_backend", select.default_backend, HookType.AROUND
     )
     HookRegistry.register("sglang.srt.server_args.ServerArgs.resolve_once", select.check_resolved, HookType.AFTER)
+
+
+def _register_graph_report() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_sm120.attention import graphs
+
+    target = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
+    HookRegistry.register(target, graphs.note_fallback, HookType.AFTER)

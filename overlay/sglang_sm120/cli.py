@@ -1,0 +1,107 @@
+"""`sglang-sm120`: what this installation and its running server are made of."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import torch
+
+from sglang_sm120 import ops
+
+SERVER_FACTS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "kv_cache_dtype",
+    "page_size",
+    "speculative_algorithm",
+    "max_total_num_tokens",
+)
+
+
+def doctor(url: str | None) -> int:
+    """Print the facts that decide what runs; return 0 when a GPU can serve, 1 when only the CPU can, 2 on a defect."""
+    for name, value in _facts():
+        print(f"{name:<18}{value}")
+    if url and not _print_server(url):
+        return 2
+    problems = list(_problems())
+    for problem in problems:
+        print(f"problem           {problem}")
+    if problems:
+        return 2
+    return 0 if ops.available() else 1
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    distribution = importlib.metadata.distribution("sglang")
+    yield "sglang", distribution.version
+    yield "torch", f"{torch.__version__} (CUDA {torch.version.cuda})"
+    provenance = distribution.read_text("PROVENANCE.json")
+    if provenance:
+        facts = json.loads(provenance)
+        yield "patches", ", ".join(patch["slug"] for patch in facts["patches"]) or "none"
+        yield "kernel sources", facts["kernels"]["source_hash"] if facts["kernels"] else "not built in"
+    yield "kernel library", str(ops.LIBRARY_PATH) if ops.LIBRARY_PATH.exists() else "absent"
+    yield "sgl_kernel", "installed" if importlib.util.find_spec("sgl_kernel") else "absent (CPU engine)"
+    if not torch.cuda.is_available():
+        yield "GPU", "none: the server runs on the CPU with the reference"
+        return
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        yield f"GPU {index}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} SMs, {memory}"
+    from sglang_sm120.attention import select
+
+    yield (
+        "default for MLA",
+        "sm120_mla" if select.is_auto_device() else "upstream's choice (this GPU is not sm_120 / sm_121)",
+    )
+
+
+def _problems() -> Iterator[str]:
+    plugins = [ep.value for ep in importlib.metadata.entry_points(group="sglang.srt.plugins")]
+    if "sglang_sm120.plugin:register" not in plugins:
+        yield "the plugin entry point is missing: SGLang does not see sm120_mla; reinstall the wheel"
+    if torch.cuda.is_available() and not ops.LIBRARY_PATH.exists():
+        yield "there is a GPU but the wheel has no kernels: build it where nvcc is found (`make wheel`)"
+
+
+def _print_server(url: str) -> bool:
+    """Print what a running server chose; False if it cannot be asked."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=10) as answer:
+            info = json.load(answer)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        print(
+            f"error: no server answers at {url} ({error}); give --url the address that it printed at start",
+            file=sys.stderr,
+        )
+        return False
+    for name in SERVER_FACTS:
+        print(f"server {name:<28}{info.get(name)}")
+    return True
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    parser = argparse.ArgumentParser(prog="sglang-sm120", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser(
+        "doctor", help="GPU, kernels, patches, and what a running server chose", description=doctor.__doc__
+    )
+    verb.add_argument("--url", help="also ask a running server, e.g. http://127.0.0.1:30000")
+    args = parser.parse_args()
+    sys.exit(doctor(args.url))
+
+
+if __name__ == "__main__":
+    main()
