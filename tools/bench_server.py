@@ -75,7 +75,10 @@ def compare_greedy(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dic
 
 
 def equal(out: Path, work: Path) -> None:
-    """50 prompts to 32k tokens through Triton, ours with graphs, ours eager, ours with fp8 KV; write `equal.json`."""
+    """50 prompts to 32k tokens through Triton and FlashInfer, ours with graphs, eager and fp8 KV; write `equal.json`.
+
+    Triton against FlashInfer shows what two stock backends differ by on the same prompts.
+    """
     model = tiny_model.write(work / "rank", size="rank")
     pool = shlex.split(
         "--max-total-tokens 400000 --context-length 40000 --max-running-requests 16 --mem-fraction-static 0.15"
@@ -83,6 +86,7 @@ def equal(out: Path, work: Path) -> None:
     graphs = ["--cuda-graph-max-bs-decode", "8"]
     variants = {
         "triton": [*pool, *graphs, "--attention-backend", "triton"],
+        "flashinfer": [*pool, *graphs, "--attention-backend", "flashinfer"],
         "ours": [*pool, *graphs, *OURS],
         "ours-eager": [*pool, *OURS, "--cuda-graph-backend-decode", "disabled"],
         "ours-fp8": [*pool, *graphs, *OURS, "--kv-cache-dtype", "fp8_e4m3"],
@@ -106,6 +110,7 @@ def equal(out: Path, work: Path) -> None:
     graph, eager = ([a["output_ids"] for a in answers[name]] for name in ("ours", "ours-eager"))
     result = {
         "ours_vs_triton": compare_greedy(answers["triton"], answers["ours"]),
+        "flashinfer_vs_triton": compare_greedy(answers["triton"], answers["flashinfer"]),
         "fp8_vs_bf16": compare_greedy(answers["ours"], answers["ours-fp8"]),
         "graph_equals_eager": graph == eager,
         "prompts": len(prompts),
