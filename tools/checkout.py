@@ -1,8 +1,8 @@
 """build/checkout: the imported upstream releases and, on branch `series`, one commit per patch.
 
 References of ours live under refs/fork/: `upstream/VERSION` (imported tree, a root commit), `applied` (the tip we last
-wrote; what the user has beyond it is the user's), `pending` (the tip we are moving to) and `saved/N` (what we moved
-away from, kept for the user).
+wrote; what the user has beyond it is the user's), `pending` (the tip we are moving to), `series/VERSION` (the series
+before a rebase left that release) and `saved/N` (what we moved away from, kept for the user).
 """
 
 import contextlib

@@ -5,7 +5,6 @@ import fcntl
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,15 +110,14 @@ def running_python_tag() -> str:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: a reader sees the old bytes or the new ones, also after a kill or a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    scratch = Path(name)
+    # One fixed name: what a kill leaves is overwritten, and renamed, by the next run.
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        with os.fdopen(descriptor, "wb") as handle:
+        with partial.open("wb") as handle:
             handle.write(data)
             handle.flush()
             os.fsync(handle.fileno())
-        scratch.chmod(0o644)
-        scratch.replace(path)
+        partial.replace(path)
     except BaseException:
-        scratch.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise

@@ -295,6 +295,7 @@ def _finish(project: Project, checkout: Checkout, state: State) -> None:
     write_atomic(report, _report(old, new, state.results, dropped, range_diff).encode())
     write_series(project, texts, index_text(new.version, patches))
     write_lock(project.lock, new)
+    checkout.repo.git.update_ref(f"refs/fork/series/{old.version}", state.old_tip)
     checkout.switch(tip)
     _close(project, checkout)
     say(f"sglang {new.version}: {len(texts)} patches, {len(dropped)} dropped; report in {project.show(report)}")

@@ -138,7 +138,7 @@ def export(project: Project) -> None:
         )
     if checkout.head is None:
         raise ForkError("build/checkout is empty: run `make apply-patches` first")
-    before = {path.name: path.read_bytes() for path in patch_files(project)}
+    before = {path.name: path.read_bytes() for path in project.patches.glob("*.patch")}
     texts, patches, tip = canonical_series(project, checkout, base, checkout.head)
     for warning in problems(project, patches):
         say(f"warning: {warning}")

@@ -36,6 +36,7 @@ FILES: Mapping[str, str | bytes] = {
     "sglang/engine.py": ENGINE,
     "sglang/server.py": "def serve(port):\n    check(port)\n    return port\n",
     "sglang/windows.py": "def path(name):\r\n    base = name\r\n    return base\r\n",
+    "sglang/names.py": "X = 0\nA = 1,\nB = 2,\nC = 3,\nD = 4,\nY = 0\n",
     "sglang/table.bin": TABLE,
     "sglang/.gitignore": "*.bin\nengine.py\n",
     "sglang/.gitattributes": "* text=auto eol=lf\n*.py ident\n",

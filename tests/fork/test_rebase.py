@@ -1,0 +1,282 @@
+"""The series carried to another release: every way a patch can fare."""
+
+import json
+
+import pytest
+from conftest import ENGINE, FILES, Toy
+
+RUN = "    def run(self, batch):\n        size = len(batch)\n        return size\n"
+SERVER = FILES["sglang/server.py"]
+HOOKED_RUN = RUN.replace(
+    "        return size\n",
+    "        # sm120: observe the batch\n        from sglang_sm120 import hooks\n        hooks.run(size)\n        return size\n",
+)
+
+
+def guard_port(toy: Toy, subject: str = "Guard port") -> None:
+    toy.commit(
+        "sglang/server.py", "    return port", "    guard(port)\n    return port", subject, "sglang/server.py::serve"
+    )
+
+
+def report(toy: Toy, name: str = "1.0-to-1.1") -> str:
+    return (toy.root / "docs" / "upgrades" / f"{name}.md").read_text()
+
+
+def test_clean_there_and_back_gives_the_first_state(hooked: Toy) -> None:
+    before = hooked.state()
+    hooked.release("1.1", {"sglang/engine.py": '"""Later."""\n\nimport os\n' + ENGINE, "sglang/new.py": "x = 1\n"})
+    assert "1/1 Hook-run: clean" in hooked.ok("rebase", "1.1")
+    assert hooked.read("sglang/engine.py").endswith(HOOKED_RUN)
+    assert hooked.lock["upstream"]["version"] == "1.1" and hooked.lock["series"]["patches"] == 1
+    assert (
+        "1 patches before, 0 dropped, 1 after" in report(hooked)
+        and "Hook run" in report(hooked).partition("range-diff")[2]
+    )
+    hooked.ok("check")
+    hooked.ok("rebase", "1.0")
+    assert hooked.state() == before
+
+
+def test_twin_function_is_noticed(hooked: Toy) -> None:
+    """Upstream puts a function with the old body before a rewritten one: git merges into the wrong one without a word."""
+    twin = "    def warm(self, batch):\n        size = len(batch)\n        return size\n\n    def run(self, batch):\n        return [1]\n"
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, twin)})
+    before = hooked.state()
+    message = hooked.error("rebase", "1.1")
+    assert "Hook-run: moved: sglang/engine.py::Engine.run -> sglang/engine.py::Engine.warm" in message
+    assert "--accept Hook-run" in message
+    assert "moved" in hooked.error("rebase", "--continue"), "going on without a decision is no decision"
+    assert hooked.state() == before
+
+
+def test_moved_function_is_accepted_with_a_new_anchor(hooked: Toy) -> None:
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace("class Engine", "class Runner")})
+    assert "Engine.run -> sglang/engine.py::Runner.run" in hooked.error("rebase", "1.1")
+    hooked.ok("rebase", "--continue", "--accept", "Hook-run")
+    (text,) = hooked.patches().values()
+    assert b"Anchor: sglang/engine.py::Runner.run\n" in text and b"Engine.run" not in text
+    assert "moved, accepted: sglang/engine.py::Engine.run -> sglang/engine.py::Runner.run" in report(hooked)
+    hooked.ok("check")
+
+
+def test_moved_lines_can_be_put_right_by_hand(hooked: Toy) -> None:
+    twin = "    def warm(self, batch):\n        size = len(batch)\n        return size\n\n    def run(self, batch):\n        return [1]\n"
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, twin)})
+    hooked.error("rebase", "1.1")
+    right = ENGINE.replace(
+        RUN,
+        twin.replace(
+            "        return [1]", "        from sglang_sm120 import hooks\n        hooks.run(1)\n        return [1]"
+        ),
+    )
+    (hooked.rebase / "sglang" / "engine.py").write_text(right)
+    hooked.ok("rebase", "--continue")
+    assert hooked.read("sglang/engine.py") == right
+    hooked.ok("apply")
+
+
+def test_function_moved_to_another_file_is_gone_with_a_hint(hooked: Toy) -> None:
+    other = ENGINE.replace("    def prepare(self, batch):\n        size = len(batch)\n        return size\n\n", "")
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, ""), "sglang/runner.py": "import os\n\n" + other})
+    message = hooked.error("rebase", "1.1")
+    assert "target gone: sglang/engine.py::Engine.run (that name is now at sglang/runner.py:7)" in message
+    hooked.git("checkout", "--quiet", "HEAD", "--", "sglang/engine.py", at=hooked.rebase)
+    runner = hooked.rebase / "sglang" / "runner.py"
+    runner.write_text(runner.read_text().replace(RUN, HOOKED_RUN))
+    assert "moved" in hooked.error("rebase", "--continue")
+    hooked.ok("rebase", "--continue", "--accept", "Hook-run")
+    assert hooked.read("sglang/runner.py").endswith(HOOKED_RUN)
+    hooked.ok("check")
+
+
+def test_file_renamed_upstream_is_followed_and_must_be_accepted(hooked: Toy) -> None:
+    hooked.release("1.1", {"sglang/engine.py": None, "sglang/motor.py": ENGINE})
+    assert "sglang/engine.py::Engine.run -> sglang/motor.py::Engine.run" in hooked.error("rebase", "1.1")
+    hooked.ok("rebase", "--continue", "--accept", "Hook-run")
+    hooked.ok("check")
+
+
+def test_absorbed_patch_is_dropped_only_when_told(hooked: Toy) -> None:
+    guard_port(hooked)
+    hooked.ok("export")
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, HOOKED_RUN)})
+    message = hooked.error("rebase", "1.1")
+    assert "Hook-run: absorbed" in message and "--drop Hook-run" in message
+    assert "absorbed" in hooked.error("rebase", "--continue")
+    hooked.ok("rebase", "--continue", "--drop", "Hook-run")
+    assert list(hooked.patches()) == ["0001-Guard-port.patch"]
+    assert "2 patches before, 1 dropped, 1 after" in report(hooked)
+    assert "| Hook-run | dropped (absorbed) |" in report(hooked)
+
+
+def test_partly_absorbed_patch_stops(toy: Toy) -> None:
+    toy.commit(
+        "sglang/engine.py",
+        "        size = len(batch)\n        return size\n\n    def run(self, batch):\n        size = len(batch)\n",
+        "        size = len(batch)\n        a(size)\n        return size\n\n    def run(self, batch):\n        size = len(batch)\n        b(size)\n",
+        "Hook both",
+        "sglang/engine.py::Engine.prepare",
+        "sglang/engine.py::Engine.run",
+    )
+    toy.ok("export")
+    upstream = ENGINE.replace("        return size\n\n", "        a(size)\n        return size\n\n")
+    toy.release("1.1", {"sglang/engine.py": upstream})
+    assert "Hook-both: moved: sglang/engine.py::Engine.prepare, sglang/engine.py::Engine.run -> " in toy.error(
+        "rebase", "1.1"
+    )
+
+
+def test_partly_absorbed_patch_within_one_function_stops(toy: Toy) -> None:
+    toy.commit(
+        "sglang/server.py",
+        "    check(port)\n    return port\n",
+        "    first(port)\n    check(port)\n    second(port)\n    return port\n",
+        "Two calls",
+        "sglang/server.py::serve",
+    )
+    toy.ok("export")
+    toy.release("1.1", {"sglang/server.py": "def serve(port):\n    first(port)\n    check(port)\n    return port\n"})
+    assert "Two-calls: partly absorbed: upstream does 1 of its lines" in toy.error("rebase", "1.1")
+    assert "partly absorbed" in toy.error("rebase", "--continue")
+    toy.ok("rebase", "--continue", "--accept", "Two-calls")
+    assert toy.read("sglang/server.py").count("first(port)") == 1
+
+
+def test_reindented_target_conflicts_at_file_and_line(hooked: Toy) -> None:
+    indented = (
+        "    def run(self, batch):\n        with self.lock:\n            size = len(batch)\n            return size\n"
+    )
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, indented)})
+    assert "Hook-run: conflict: sglang/engine.py:10" in hooked.error("rebase", "1.1")
+    assert "still has conflict markers" in hooked.error("rebase", "--continue")
+    merged = indented.replace(
+        "            return",
+        "            from sglang_sm120 import hooks\n            hooks.run(size)\n            return",
+    )
+    (hooked.rebase / "sglang" / "engine.py").write_text(ENGINE.replace(RUN, merged))
+    hooked.ok("rebase", "--continue")
+    assert hooked.read("sglang/engine.py") == ENGINE.replace(RUN, merged)
+    assert "conflict at sglang/engine.py:10" in report(hooked) and "resolved by hand" in report(hooked)
+
+
+def test_merge_that_is_no_python_any_more_stops(toy: Toy) -> None:
+    """Upstream turns statements into the arguments of a call around the hook: no conflict, no Python either."""
+    toy.commit("sglang/names.py", "C = 3", "guard()\nC = 3", "Guard", "sglang/names.py::<module>")
+    toy.ok("export")
+    toy.release("1.1", {"sglang/names.py": "X = dict(\nA = 1,\nB = 2,\nC = 3,\nD = 4,\n)\n"})
+    assert "Guard: broken: sglang/names.py is not valid Python after the patch" in toy.error("rebase", "1.1")
+    assert "broken" in toy.error("rebase", "--continue")
+    (toy.rebase / "sglang" / "names.py").write_text("guard()\nX = dict(\nA = 1,\nB = 2,\nC = 3,\nD = 4,\n)\n")
+    toy.ok("rebase", "--continue")
+
+
+def test_deleted_target_is_ported_or_dropped(hooked: Toy) -> None:
+    guard_port(hooked)
+    hooked.ok("export")
+    hooked.release("1.1", {"sglang/engine.py": None})
+    message = hooked.error("rebase", "1.1")
+    assert (
+        "Hook-run: target gone: sglang/engine.py::Engine.run" in message
+        and "sglang/engine.py (not in the new release)" in message
+    )
+    assert "is not in the new release" in hooked.error("rebase", "--continue"), "the file must not come back by itself"
+    hooked.ok("rebase", "--continue", "--drop", "Hook-run")
+    assert not (hooked.checkout / "sglang" / "engine.py").exists()
+    assert list(hooked.patches()) == ["0001-Guard-port.patch"]
+
+
+def test_crlf_and_binary_files_are_carried(toy: Toy) -> None:
+    toy.commit(
+        "sglang/windows.py", "    return", "    note(base)\r\n    return", "Note path", "sglang/windows.py::path"
+    )
+    toy.ok("export")
+    table = b"\r\n\0" * 99
+    toy.release(
+        "1.1", {"sglang/windows.py": "import os\r\n\r\n\r\n" + FILES["sglang/windows.py"], "sglang/table.bin": table}
+    )
+    toy.ok("rebase", "1.1")
+    assert toy.read("sglang/windows.py").endswith("    base = name\r\n    note(base)\r\n    return base\r\n")
+    assert (toy.checkout / "sglang" / "table.bin").read_bytes() == table
+    toy.ok("apply")
+
+
+def test_patch_count_is_conserved(hooked: Toy) -> None:
+    """A patch that vanishes on the way, by whatever fault, ends the rebase."""
+    guard_port(hooked)
+    hooked.commit("sglang/names.py", "C = 3", "guard()\nC = 3", "Guard names", "sglang/names.py::<module>")
+    hooked.ok("export")
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace("class Engine", "class Runner")})
+    hooked.error("rebase", "1.1")
+    before = hooked.state()
+    state = hooked.root / "build" / "rebase.json"
+    document = json.loads(state.read_text())
+    assert [slug for slug, _ in document["todo"]] == ["Hook-run", "Guard-port", "Guard-names"]
+    document["todo"].pop(1)
+    state.write_text(json.dumps(document))
+    message = hooked.error("rebase", "--continue", "--accept", "Hook-run")
+    assert "3 patches before, 0 dropped, but 2 after: a patch was lost" in message
+    assert hooked.state() == before
+
+
+def test_decisions_can_be_given_up_front(hooked: Toy) -> None:
+    guard_port(hooked)
+    hooked.ok("export")
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace("class Engine", "class Runner")})
+    hooked.ok("rebase", "1.1", "--accept", "Hook-run", "--drop", "Guard-port")
+    assert list(hooked.patches()) == ["0001-Hook-run.patch"]
+
+
+def test_wrong_slug_is_named(hooked: Toy) -> None:
+    hooked.release("1.1")
+    before = hooked.state()
+    message = hooked.error("rebase", "1.1", "--drop", "hook")
+    assert "no patch 'hook' is left to carry: the ones left are Hook-run" in message
+    assert hooked.state() == before and not hooked.rebase.exists()
+
+
+def test_abort_restores_and_keeps_what_was_done(hooked: Toy) -> None:
+    before = hooked.state()
+    hooked.release("1.1", {"sglang/engine.py": None})
+    hooked.error("rebase", "1.1")
+    (hooked.rebase / "sglang" / "port.py").write_text("mine = 1\n")
+    hooked.git("add", "--all", at=hooked.rebase)
+    hooked.git("commit", "--quiet", "-m", "Mine", at=hooked.rebase)
+    hooked.ok("rebase", "--abort")
+    assert hooked.state() == before and not hooked.rebase.exists()
+    assert hooked.git("show", "refs/fork/saved/1:sglang/port.py") == "mine = 1"
+    assert "no rebase is in progress" in hooked.error("rebase", "--continue")
+
+
+def test_commit_made_while_resolving_becomes_the_patch(hooked: Toy) -> None:
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, RUN.replace("size", "count"))})
+    assert "conflict" in hooked.error("rebase", "1.1")
+    merged = ENGINE.replace(RUN, HOOKED_RUN.replace("size", "count"))
+    (hooked.rebase / "sglang" / "engine.py").write_text(merged)
+    hooked.git("commit", "--quiet", "--all", "-m", "Mine", at=hooked.rebase)
+    hooked.ok("rebase", "--continue")
+    assert hooked.read("sglang/engine.py") == merged
+    assert list(hooked.patches()) == ["0001-Hook-run.patch"]
+
+
+@pytest.mark.parametrize("verb", ["apply", "export", "clean", "rebase 1.1"])
+def test_other_verbs_wait_for_the_rebase(hooked: Toy, verb: str) -> None:
+    hooked.release("1.1", {"sglang/engine.py": None})
+    hooked.error("rebase", "1.1")
+    assert "a rebase is in progress" in hooked.error(*verb.split())
+
+
+def test_checkout_changed_during_the_rebase(hooked: Toy) -> None:
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace("class Engine", "class Runner")})
+    hooked.error("rebase", "1.1")
+    guard_port(hooked, "Mine")
+    head = hooked.git("rev-parse", "HEAD")
+    assert "changed since the rebase began" in hooked.error("rebase", "--continue", "--accept", "Hook-run")
+    hooked.ok("rebase", "--abort")
+    assert hooked.git("rev-parse", "HEAD") == head
+    hooked.ok("export")
+
+
+def test_same_release_and_missing_argument(hooked: Toy) -> None:
+    assert "is on sglang 1.0 already" in hooked.error("rebase", "1.0")
+    assert "needs a VERSION" in hooked.error("rebase")
