@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_sm120 import kvdefrag
 from sglang_sm120.attention import BACKEND_NAME
 
 if TYPE_CHECKING:
@@ -23,16 +24,7 @@ def register() -> None:
     _register_dflash_verify()
     _register_selection()
     _register_graph_report()
-    _register_speculation()
-
-
-def _register_speculation() -> None:
-    from sglang_sm120.cpu import speculative, standin
-    from sglang_sm120.ddtree import algorithm
-
-    algorithm.register()
-    if standin.is_installed():
-        speculative.register()
+    kvdefrag.register()
 
 
 def _create_backend(model_runner: ModelRunner) -> AttentionBackend:

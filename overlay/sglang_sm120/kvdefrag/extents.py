@@ -1,0 +1,374 @@
+"""Tier 0: allocation at page size 1 that keeps a request's slots together. It moves no data and never waits for a GPU.
+
+```
+req_to_token row of a request      | prefix | extend | decode ... | reserved .......|
+upstream's kv_allocated_len        ------------------------------>|
+its extent, `_start` to `_end`                                    |<--------------->|
+```
+A request grows in extents: soft pages of consecutive slots, written into its own row ahead of `kv_allocated_len`,
+where nothing of upstream looks. The host keeps two positions a row, so the ids never leave the device. Reserved slots
+still count as available; they are trimmed when nothing else is left. Frees are staged, and merged now and then by one
+sort that orders free runs longest first, after the run that fits the waiting request best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+# Evicting a little more than asked, a 256th of the pool, keeps merges rare once the prefix cache has filled it.
+EVICTION_SLACK = 256
+
+
+@dataclass(frozen=True)
+class Want:
+    """Slots that a row must have (`need`) and should have (`wish`) reserved from `position` on."""
+
+    row: int
+    position: int
+    need: int
+    wish: int
+
+
+@dataclass
+class DecodeSteps:
+    """The next slots of a decode batch, `slots [steps, requests]` int64: one row of it is one step's allocation."""
+
+    reqs: list[Req]
+    rows: list[int]
+    slots: torch.Tensor
+    done: int = 0
+
+    def serves(self, reqs: list[Req]) -> bool:
+        """Whether a step is left for this very batch; when one changes, upstream makes a new list or a longer one."""
+        return reqs is self.reqs and len(reqs) == len(self.rows) and self.done < len(self.slots)
+
+    def settle(self, start: list[int]) -> None:
+        """Write down how far each row has come."""
+        for row in self.rows:
+            start[row] += self.done
+
+
+@dataclass
+class VerifySteps:
+    """Rows of the batch under speculation, and the positions they are allocated up to."""
+
+    rows: list[int]
+    allocated: list[int]
+
+    def settle(self, start: list[int]) -> None:
+        """Write down how far each row has come."""
+        for row, position in zip(self.rows, self.allocated, strict=True):
+            start[row] = position
+
+
+class ExtentAllocator(TokenToKVPoolAllocator):
+    """Upstream's token allocator with extents. `free_pages`, as upstream's, is what the next allocation is cut from."""
+
+    def __init__(self, stock: TokenToKVPoolAllocator, rows: ReqToTokenPool, extent_tokens: int) -> None:
+        """Take over the pool of `stock`; `extent_tokens` is the size of a soft page."""
+        self.extent_tokens = extent_tokens
+        self._table = rows.req_to_token
+        super().__init__(stock.size, stock.dtype, stock.device, stock.get_kvcache(), need_sort=False)
+        rows._on_alloc_rows = self._reclaim_rows
+
+    def clear(self) -> None:
+        """Everything is free."""
+        super().clear()
+        self._staged: list[torch.Tensor] = []
+        self._staged_tokens = 0
+        self._start = [0] * len(self._table)
+        self._end = [0] * len(self._table)
+        self._reserved_tokens = 0
+        self._steps: DecodeSteps | VerifySteps | None = None
+        self._planned: tuple[Callable[[ScheduleBatch, int], torch.Tensor | None], ScheduleBatch] | None = None
+
+    # -- what upstream asks of an allocator --
+
+    def available_size(self) -> int:
+        """Slots that an allocation can get; extents count, they would be trimmed for it."""
+        return self._unreserved() + self._reserved_tokens
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        """The `available_size` free slots, `[n]` int64."""
+        return torch.cat([self.free_pages, *self._staged, *self._reserved_slots()])
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """`need_size` slots, `[n]` int64, for the batch announced before or for nobody in particular; None if full."""
+        planned, self._planned = self._planned, None
+        if planned is None:
+            return self._take(need_size)
+        alloc, batch = planned
+        return alloc(batch, need_size)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Stage slots for the next merge, or for the end of upstream's free group."""
+        if free_index.numel() == 0:
+            return
+        if self.free_group is None:
+            self._stage(free_index.to(torch.int64, copy=True))
+        else:
+            self.free_group.append(self._copy_for_free_group(free_index))
+
+    def evict_to_free_tokens(self, tree_cache: BasePrefixCache | None, num_tokens: int) -> None:
+        """Evict before extents are trimmed, and a little more than asked so that it is not asked every step."""
+        if tree_cache is None or not tree_cache.supports_prefix_sharing():
+            return
+        shortfall = self._growth(num_tokens) - self._unreserved()
+        if shortfall > 0:
+            tree_cache.evict_for_alloc(EvictParams(num_tokens=shortfall + self.size // EVICTION_SLACK))
+
+    # -- the free list --
+
+    def _unreserved(self) -> int:
+        return len(self.free_pages) + self._staged_tokens
+
+    def _stage(self, slots: torch.Tensor) -> None:
+        self._staged.append(slots)
+        self._staged_tokens += len(slots)
+
+    def _take(self, count: int) -> torch.Tensor | None:
+        """The next `count` slots of the free list, merged or trimmed first if it is too short."""
+        if count > self.available_size():
+            return None
+        if count > self._unreserved():
+            self.trim()
+        if count > len(self.free_pages) or self._staged_tokens > max(len(self.free_pages), self.size // 8):
+            slots = torch.cat([self.free_pages, *self._staged]).sort().values
+            self.free_pages, self._staged, self._staged_tokens = order_runs(slots, count), [], 0
+        taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
+        return taken
+
+    # -- extents --
+
+    def trim(self) -> None:
+        """Give every reserved slot back to the free list."""
+        for slots in self._reserved_slots():
+            self._stage(slots)
+        self._start = list(self._end)
+        self._reserved_tokens = 0
+
+    def reserved(self, row: int) -> tuple[int, int]:
+        """First and last position (exclusive) of a row that hold reserved slots."""
+        self._settle()
+        return self._start[row], self._end[row]
+
+    def keep_extents_at(self, positions: dict[int, int]) -> None:
+        """Keep the extents of these rows that begin at these positions; take back every other."""
+        self._settle()
+        for row, start in enumerate(self._start):
+            if positions.get(row) != start:
+                self._drop(row)
+
+    def unreserved_slots(self) -> torch.Tensor:
+        """The free list without the extents, in no order."""
+        return torch.cat([self.free_pages, *self._staged])
+
+    def replace_unreserved_slots(self, slots: torch.Tensor) -> Callable[[], None]:
+        """Make sorted `slots` the free list; return what puts the old one back."""
+        before = self.free_pages, self._staged, self._staged_tokens
+        self.free_pages, self._staged, self._staged_tokens = order_runs(slots, 1), [], 0
+
+        def restore() -> None:
+            self.free_pages, self._staged, self._staged_tokens = before
+
+        return restore
+
+    def _reserved_slots(self) -> list[torch.Tensor]:
+        self._settle()
+        spans = enumerate(zip(self._start, self._end, strict=True))
+        return [self._table[row, a:b].to(torch.int64) for row, (a, b) in spans if a < b]
+
+    def _settle(self) -> None:
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.settle(self._start)
+
+    def _reclaim_rows(self, rows: Sequence[int]) -> None:
+        """Upstream hands rows to new requests: take back what their last owners had reserved."""
+        self._settle()
+        for row in rows:
+            self._drop(row)
+
+    def _drop(self, row: int) -> None:
+        start, end = self._start[row], self._end[row]
+        if start < end:
+            self._stage(self._table[row, start:end].to(torch.int64))
+            self._reserved_tokens -= end - start
+        self._start[row] = self._end[row] = 0
+
+    def _held(self, want: Want) -> int:
+        """Slots reserved from the wanted position on; an extent that begins elsewhere is of no use any more."""
+        if self._start[want.row] != want.position:
+            self._drop(want.row)
+        return self._end[want.row] - self._start[want.row]
+
+    def _ensure(self, wants: Sequence[Want]) -> bool:
+        """Reserve what is needed; whole extents, up to what is wished, while the free list has them."""
+        held = [self._held(want) for want in wants]
+        counts = [self._whole_extents(want, n) for want, n in zip(wants, held, strict=True)]
+        if sum(counts) > self._unreserved():
+            counts = [max(want.need - n, 0) for want, n in zip(wants, held, strict=True)]
+        if sum(counts) > self._unreserved():
+            self.trim()
+            held, counts = [0] * len(wants), [want.need for want in wants]
+        slots = self._take(sum(counts))
+        if slots is None:
+            return False
+        parts = slots.to(self._table.dtype).split(counts)
+        for want, n, count, part in zip(wants, held, counts, parts, strict=True):
+            begin = want.position + n
+            self._table[want.row, begin : begin + count] = part
+            self._start[want.row], self._end[want.row] = want.position, begin + count
+        self._reserved_tokens += len(slots)
+        return True
+
+    def _whole_extents(self, want: Want, held: int) -> int:
+        """Slots to add so that a row reaches its wish in whole extents, within the width of its row."""
+        extents = -(-(want.wish - held) // self.extent_tokens)
+        return min(max(extents, 0) * self.extent_tokens, self._table.shape[1] - want.position - held)
+
+    # -- extend, decode and verify --
+
+    def plan_extend(self, batch: ScheduleBatch) -> None:
+        """The next `alloc` is for this prefill batch."""
+        self._planned = self._alloc_extend, batch
+
+    def plan_decode(self, batch: ScheduleBatch) -> None:
+        """The next `alloc` is for this decode batch."""
+        self._planned = self._alloc_decode, batch
+
+    def _growth(self, num_tokens: int) -> int:
+        """Slots that the next `alloc`, of `num_tokens`, would like to take from the free list."""
+        if self._planned is None:
+            return num_tokens
+        alloc, batch = self._planned
+        if alloc == self._alloc_extend:
+            return sum(-(-n // self.extent_tokens) for n in batch.extend_lens) * self.extent_tokens
+        if self._serves(batch):
+            return 0
+        self._settle()
+        return sum(self._whole_extents(want, self._held(want)) for want in self._decode_wants(batch))
+
+    def _alloc_extend(self, batch: ScheduleBatch, count: int) -> torch.Tensor | None:
+        """Slots of a prefill batch, `[extend_num_tokens]`; the rest of each last extent stays with its request."""
+        if count != batch.extend_num_tokens:
+            return self._take(count)
+        self._settle()
+        wants = [
+            Want(req.kv.req_pool_idx, prefix, extend, extend)
+            for req, prefix, extend in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+        ]
+        if not self._ensure(wants):
+            return None
+        slots = torch.cat([self._table[w.row, w.position : w.position + w.need] for w in wants])
+        for want in wants:
+            self._start[want.row] += want.need
+        self._reserved_tokens -= count
+        return slots.to(torch.int64)
+
+    def _alloc_decode(self, batch: ScheduleBatch, count: int) -> torch.Tensor | None:
+        """One slot a request, `[requests]`. Many steps are read from the rows at once."""
+        if count != len(batch.reqs) or batch.model_config.is_encoder_decoder:
+            return self._take(count)
+        if not self._serves(batch):
+            self._settle()
+            self._steps = self._look_ahead(batch)
+        steps = self._steps
+        if steps is None:
+            return None
+        slots = steps.slots[steps.done]
+        steps.done += 1
+        self._reserved_tokens -= count
+        return slots
+
+    def _serves(self, batch: ScheduleBatch) -> bool:
+        return isinstance(self._steps, DecodeSteps) and self._steps.serves(batch.reqs)
+
+    def _decode_wants(self, batch: ScheduleBatch) -> list[Want]:
+        """One slot now, and half an extent so that looking ahead pays."""
+        half = max(self.extent_tokens // 2, 1)
+        return [Want(req.kv.req_pool_idx, req.kv.kv_allocated_len, 1, half) for req in batch.reqs]
+
+    def _look_ahead(self, batch: ScheduleBatch) -> DecodeSteps | None:
+        wants = self._decode_wants(batch)
+        if not self._ensure(wants):
+            return None
+        steps = min(self._end[w.row] - self._start[w.row] for w in wants)
+        positions = batch.seq_lens[None, :] + torch.arange(steps, device=self.device)[:, None]
+        slots = self._table[batch.req_pool_indices[None, :], positions].to(torch.int64)
+        return DecodeSteps(batch.reqs, [w.row for w in wants], slots)
+
+    def reserve_verify_batch(self, tree_cache: BasePrefixCache, reqs: list[Req], lens: list[int]) -> bool:
+        """Have each request's row allocated up to `lens`; False if the pool is too full."""
+        rows = [req.kv.req_pool_idx for req in reqs]
+        if not (isinstance(self._steps, VerifySteps) and self._steps.rows == rows):
+            self._settle()
+        before = [req.kv.kv_allocated_len for req in reqs]
+        if any(n > self._end[row] for row, n in zip(rows, lens, strict=True)) or self._steps is None:
+            self._settle()
+            wants = [Want(row, b, n - b, n - b) for row, b, n in zip(rows, before, lens, strict=True)]
+            self.evict_to_free_tokens(tree_cache, sum(self._whole_extents(w, self._held(w)) for w in wants))
+            if not self._ensure(wants):
+                return False
+        self._steps = VerifySteps(rows, lens)
+        self._reserved_tokens -= sum(lens) - sum(before)
+        return True
+
+
+def order_runs(slots: torch.Tensor, need: int) -> torch.Tensor:
+    """Free slots, run by run: the shortest run of at least `need` first, then the longest. `slots [n]` is sorted."""
+    if len(slots) < 2:
+        return slots
+    begins = torch.ones_like(slots)
+    begins[1:] = slots[1:] != slots[:-1] + 1
+    run = begins.cumsum(0) - 1
+    length = torch.zeros_like(slots).scatter_add_(0, run, torch.ones_like(slots))[run]
+    best_fit = torch.where(length >= need, length, len(slots) + 1).min()
+    first_fit = run.gather(0, (length == best_fit).to(torch.int8).argmax().view(1))  # an index by a scalar would wait
+    key = torch.where((run == first_fit) & (length == best_fit), len(slots) + 1, length)
+    return slots[key.argsort(descending=True, stable=True)]
+
+
+def alloc_for_extend(original: Callable[..., Any], batch: ScheduleBatch) -> Any:
+    """Around upstream's: its one `alloc` knows which requests it is for."""
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if isinstance(allocator, ExtentAllocator):
+        allocator.plan_extend(batch)
+    return original(batch)
+
+
+def alloc_for_decode(original: Callable[..., Any], batch: ScheduleBatch, token_per_req: int) -> Any:
+    """Around upstream's: its one `alloc` knows which requests it is for."""
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if isinstance(allocator, ExtentAllocator):
+        allocator.plan_decode(batch)
+    return original(batch, token_per_req)
+
+
+def alloc_for_spec_decode(original: Callable[..., Any], tree_cache: BasePrefixCache, *args: Any, **kwargs: Any) -> Any:
+    """Around upstream's: most steps find their slots in the row already, and neither allocate nor write."""
+    allocator = tree_cache.token_to_kv_pool_allocator
+    if isinstance(allocator, ExtentAllocator):
+        reqs, lens = kwargs["reqs"], kwargs["nxt_kv_lens_cpu"].tolist()
+        if allocator.reserve_verify_batch(tree_cache, reqs, lens):
+            for req, n in zip(reqs, lens, strict=True):
+                req.kv.kv_allocated_len = n
+            return None
+    return original(tree_cache, *args, **kwargs)
+
+
+def replace_allocator(allocator: Any, rows: ReqToTokenPool, extent_tokens: int) -> Any:
+    """The allocator to serve with: ours in place of upstream's plain token allocator, anything else as it is."""
+    plain = type(allocator) is TokenToKVPoolAllocator and not allocator.need_sort
+    return ExtentAllocator(allocator, rows, extent_tokens) if plain and extent_tokens else allocator

@@ -1,0 +1,81 @@
+"""`sglang-sm120 kv-map`: a picture of the KV pool, one colour per owner, before and after the last compaction."""
+
+from __future__ import annotations
+
+import argparse
+import colorsys
+import json
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from sglang_sm120.kvdefrag.compactor import Survey
+
+CELLS = 4096
+CELLS_PER_LINE = 128
+CELL_PIXELS = 6
+FREE = -1
+FREE_COLOUR = (235, 235, 235)
+
+
+def owners(survey: Survey) -> list[int]:
+    """Who owns each of up to 4,096 evenly spaced units: the segment's number, or -1 where the unit is free."""
+    units = len(survey.owner) - 1
+    sample = torch.linspace(1, units, min(units, CELLS), device=survey.owner.device).long()
+    owner = survey.owner[sample]
+    return torch.where(owner == len(survey.segments), FREE, owner).tolist()
+
+
+def colour(owner: int) -> tuple[int, int, int]:
+    """A colour that differs well between neighbours in number."""
+    if owner == FREE:
+        return FREE_COLOUR
+    red, green, blue = colorsys.hls_to_rgb(owner * 0.618034 % 1, 0.35 + owner % 3 * 0.12, 0.75)
+    return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def draw(maps: list[list[int]]) -> Image:
+    """The maps under each other, each a block of lines read from left to right."""
+    from PIL import Image
+
+    gap = 2
+    heights = [-(-len(cells) // CELLS_PER_LINE) for cells in maps]
+    image = Image.new("RGB", (CELLS_PER_LINE, sum(heights) + gap * (len(maps) - 1)), (255, 255, 255))
+    top = 0
+    for cells, height in zip(maps, heights, strict=True):
+        for at, owner in enumerate(cells):
+            image.putpixel((at % CELLS_PER_LINE, top + at // CELLS_PER_LINE), colour(owner))
+        top += height + gap
+    return image.resize((image.width * CELL_PIXELS, image.height * CELL_PIXELS), Image.NEAREST)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `kv-map`."""
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="the running server")
+    parser.add_argument("--out", type=Path, default=Path("kv-map.png"), help="the picture to write")
+    parser.add_argument("--api-key", help="the server's admin key, if it has one")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Fetch the maps from the server and write the picture. RuntimeError says what to do if there are none."""
+    request = urllib.request.Request(f"{arguments.url}/server_info")
+    if arguments.api_key:
+        request.add_header("Authorization", f"Bearer {arguments.api_key}")
+    with urllib.request.urlopen(request, timeout=60) as response:
+        states = json.load(response)["internal_states"]
+    state = states[0].get("sm120_kv")
+    if state is None:
+        raise RuntimeError("the server runs without compaction; start it with SGLANG_SM120_KV_COMPACT=idle or auto")
+    if not state["map_after"]:
+        raise RuntimeError(
+            "nothing has been compacted yet; POST /set_internal_state "
+            '{"server_args": {"sm120_kv_compact": 1}} and serve or wait a moment'
+        )
+    draw([state["map_before"], state["map_after"]]).save(arguments.out)
+    print(f"{arguments.out}: before (above) and after; mean run {state['mean_run_length']:.1f} units, "
+          f"contiguity {state['contiguity']:.3f}")  # fmt: skip

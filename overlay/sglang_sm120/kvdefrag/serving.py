@@ -1,0 +1,297 @@
+"""Compaction in the scheduler: when it runs, at which point it is safe, and when it refuses and says why.
+
+```
+event loop    | ingest | next batch | launch forward n | process result n-1 | ingest | next batch | ...
+                      ^ the safe point: result n-1 processed (here, if overlap left it in the queue) and the GPU drained
+```
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sm120.kvdefrag import compactor, kv_map, metrics
+from sglang_sm120.kvdefrag.census import Census
+from sglang_sm120.kvdefrag.settings import Settings, When
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+COMPACT_KEY = "sm120_kv_compact"
+STATE_KEY = "sm120_kv"
+WINDOW_UNITS = 2048
+BLOCK_UNITS = 64
+"""Of the partial blocks in the census."""
+STEPS_BETWEEN_PASSES = 64
+"""Scheduler steps from one look at contiguity to the next while serving; eight times as many after a look in vain."""
+CPU_MOVE_BYTES_PER_S = 2e9
+GPU_MOVE_FRACTION = 0.5
+"""Of the memory clock's rate: what one pass assumes to reach when it turns milliseconds into units."""
+
+
+class Hooks:
+    """Functions around upstream's, in the shape of its hook registry; one `Defragmenter` per scheduler."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._defragmenter: Defragmenter | None = None
+
+    def of(self, scheduler: Scheduler) -> Defragmenter:
+        """The scheduler's defragmenter, made at its first step, when all pools exist."""
+        if self._defragmenter is None:
+            self._defragmenter = Defragmenter(scheduler, self._settings)
+        return self._defragmenter
+
+    def before_next_batch(
+        self, original: Callable[..., Any], scheduler: Scheduler, running_batch: ScheduleBatch, last_batch: Any
+    ) -> Any:
+        """Around `get_next_batch_to_run`."""
+        defragmenter = self.of(scheduler)
+        if not defragmenter.due():
+            return original(scheduler, running_batch=running_batch, last_batch=last_batch)
+        drained = defragmenter.drain()
+        defragmenter.run_pass()
+        plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
+        if drained:
+            scheduler.last_batch = None  # the overlap loop must not look for a result that is processed already
+        return plan
+
+    def on_idle(self, original: Callable[..., Any], scheduler: Scheduler) -> Any:
+        """Around `on_idle`."""
+        self.of(scheduler).when_idle()
+        return original(scheduler)
+
+    def set_internal_state(self, original: Callable[..., Any], scheduler: Scheduler, request: Any) -> Any:
+        """Around the scheduler's side of `/set_internal_state`, which SGLang's admin key guards."""
+        if COMPACT_KEY not in request.server_args:
+            return original(scheduler, request)
+        from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+        return SetInternalStateReqOutput(updated=self.of(scheduler).ask(bool(request.server_args[COMPACT_KEY])))
+
+    def get_internal_state(self, result: Any, scheduler: Scheduler, _request: Any) -> Any:
+        """After the scheduler's side of `/server_info`: add what compaction has done."""
+        result.internal_state[STATE_KEY] = self.of(scheduler).report()
+        return result
+
+
+class Defragmenter:
+    """Runs passes of compaction for one scheduler."""
+
+    def __init__(self, scheduler: Scheduler, settings: Settings) -> None:
+        self._scheduler = scheduler
+        self._settings = settings
+        self._refusal = refusal(scheduler)
+        self._asked = False
+        self._steps_to_next_look = STEPS_BETWEEN_PASSES
+        self._idle_done = False
+        self._in_series = False
+        self._before: list[int] = []
+        self._after: list[int] = []
+        self._passes = self._units_moved = self._gaps_closed = 0
+        self._last: Census | None = None
+        if self._refusal:
+            logger.warning("KV compaction is off: %s", self._refusal)
+            return
+        page = scheduler.token_to_kv_pool_allocator.page_size
+        self._pools = [compactor.Pool(pool_buffers(pool), page) for pool in kv_pools(scheduler)]
+        unit_bytes = sum(pool.unit_bytes for pool in self._pools)
+        seconds = settings.compact_ms / 1000
+        # Where tests force a pass every step, anything that closes a gap is worth moving.
+        self._units_per_gap = WINDOW_UNITS if settings.compact is When.EVERY_STEP else compactor.UNITS_PER_GAP
+        self._budget_units = int(seconds * move_bytes_per_s(scheduler.device) / (2 * unit_bytes))
+
+    # -- triggers --
+
+    def ask(self, start: bool) -> bool:
+        """Compact at the next safe points until nothing is left to gain, or stop that; False and a log if refused."""
+        if self._refusal:
+            logger.warning("KV compaction refused: %s", self._refusal)
+            return False
+        self._asked = start
+        return True
+
+    def due(self) -> bool:
+        """Whether a pass should run before the next batch."""
+        if self._refusal:
+            return False
+        self._idle_done = False
+        if self._asked or self._settings.compact is When.EVERY_STEP:
+            return True
+        if self._settings.compact is not When.AUTO:
+            return False
+        self._steps_to_next_look -= 1
+        if self._steps_to_next_look > 0:
+            return False
+        self._steps_to_next_look = STEPS_BETWEEN_PASSES
+        return self._contiguity() < self._settings.compact_below
+
+    def when_idle(self) -> None:
+        """Compact until nothing is left to gain; upstream calls this again and again, with time to poll in between."""
+        wanted = self._asked or self._settings.compact in (When.IDLE, When.AUTO)
+        if self._refusal or self._idle_done or not wanted or not self._scheduler.is_fully_idle():
+            return
+        self._idle_done = not self.run_pass()
+
+    # -- a pass --
+
+    def drain(self) -> bool:
+        """Process the result that overlap left for later; whether there was one."""
+        queue = self._scheduler.result_queue
+        if not queue:
+            return False
+        self._scheduler.process_batch_result(*queue.popleft())
+        return True
+
+    def run_pass(self) -> bool:
+        """Survey, plan and commit; whether anything was moved. A failure undoes the pass and turns compaction off."""
+        temporary = self._holds_unknown_ids()
+        if temporary:
+            logger.info("KV compaction waits: %s", temporary)
+            return False
+        self._wait_for_gpu()
+        begin = time.perf_counter()
+        try:
+            survey = self._survey()
+            moves = compactor.plan(survey, WINDOW_UNITS, self._budget_units, self._units_per_gap)
+            if moves is not None:
+                self._before = self._before if self._in_series else kv_map.owners(survey)
+                compactor.commit(survey, moves, self._pools)
+        except Exception as error:
+            self._refusal = f"a pass failed and was undone: {error}"
+            logger.exception("KV compaction is off from now on")
+            return False
+        self._let_gpu_go_on()
+        self._in_series = moves is not None
+        if moves is None:
+            self._asked = False
+            self._steps_to_next_look = 8 * STEPS_BETWEEN_PASSES
+            return False
+        self._account(moves, time.perf_counter() - begin)
+        return True
+
+    def _account(self, moves: compactor.Plan, seconds: float) -> None:
+        survey = self._survey()
+        self._after = kv_map.owners(survey)
+        self._last = survey.census(BLOCK_UNITS)
+        self._passes += 1
+        self._units_moved += int((moves.src != moves.dst).sum())
+        self._gaps_closed += moves.gaps_closed
+        metrics.publish(self._last)
+        metrics.count_pass(moves.src.numel(), seconds)
+
+    def _survey(self) -> compactor.Survey:
+        scheduler = self._scheduler
+        kvs = [req.kv for req in scheduler.invariant_checker._requests_owning_rows()]
+        table = scheduler.req_to_token_pool.req_to_token
+        holders = compactor.Holders(kvs, table, scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
+        return compactor.Survey.take(holders)
+
+    def _contiguity(self) -> float:
+        """Of all running requests' rows."""
+        self._last = self._survey().census(BLOCK_UNITS)
+        metrics.publish(self._last)
+        return self._last.total.contiguity
+
+    def _holds_unknown_ids(self) -> str | None:
+        """Why this moment is no safe point, or None."""
+        scheduler = self._scheduler
+        if scheduler.tree_cache.session_records():
+            return "a streaming session holds KV rows"
+        if scheduler.token_to_kv_pool_allocator.free_group is not None:
+            return "frees are being collected"
+        owners = scheduler.invariant_checker._requests_owning_rows()
+        if any(req.beam_group is not None for req in owners):
+            return "a beam search group holds KV rows"
+        rows = scheduler.req_to_token_pool
+        if len(owners) != rows.size - len(rows.free_slots):
+            return f"{rows.size - len(rows.free_slots)} rows are in use, {len(owners)} belong to known requests"
+        return None
+
+    def _wait_for_gpu(self) -> None:
+        if torch.device(self._scheduler.device).type == "cuda":
+            torch.cuda.synchronize()
+
+    def _let_gpu_go_on(self) -> None:
+        if torch.device(self._scheduler.device).type == "cuda":
+            self._scheduler.forward_stream.wait_stream(torch.cuda.current_stream())
+
+    def report(self) -> dict[str, Any]:
+        """For `/server_info`: refusal, counts, last census, and the pool before and after the last series of passes."""
+        last = self._last
+        return {
+            "refused_because": self._refusal,
+            "passes": self._passes,
+            "units_moved": self._units_moved,
+            "gaps_closed": self._gaps_closed,
+            "contiguity": last.total.contiguity if last else None,
+            "mean_run_length": last.total.mean_length if last else None,
+            "map_before": self._before,
+            "map_after": self._after,
+        }
+
+
+def refusal(scheduler: Scheduler) -> str | None:
+    """Why compaction can never run on this server, naming the flag; None if it can."""
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    from sglang_sm120.kvdefrag.extents import ExtentAllocator
+
+    args = scheduler.server_args
+    for flag, what in HOLDERS_ELSEWHERE.items():
+        if getattr(args, flag):
+            return f"--{flag.replace('_', '-')}: {what}"
+    if args.disaggregation_mode != "null":
+        return f"--disaggregation-mode {args.disaggregation_mode}: transfers hold KV ids"
+    if args.pp_size > 1:
+        return f"--pp-size {args.pp_size}: microbatches in flight hold KV ids"
+    allocator = scheduler.token_to_kv_pool_allocator
+    if type(allocator) not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator, ExtentAllocator):
+        return f"the KV allocator of this model is {type(allocator).__name__}, which is not known to compaction"
+    for pool in kv_pools(scheduler):
+        if type(pool) not in (MLATokenToKVPool, MHATokenToKVPool):
+            return f"a KV pool of this model is {type(pool).__name__}, which is not known to compaction"
+    return None
+
+
+HOLDERS_ELSEWHERE = {
+    "enable_unified_memory": "its pool compacts itself through virtual ids",
+    "enable_hierarchical_cache": "transfers to and from the host hold KV ids",
+    "enable_lmcache": "transfers to and from LMCache hold KV ids",
+    "enable_flexkv": "transfers to and from FlexKV hold KV ids",
+    "enable_unified_cache_external_linker": "transfers to and from the linked store hold KV ids",
+    "enable_hisparse": "its swap space holds KV ids",
+    "enable_pdmux": "two event loops share the pool",
+    "enable_dp_attention": "ranks would have to compact in the same step, which is not built",
+}
+
+
+def kv_pools(scheduler: Scheduler) -> list[Any]:
+    """Every KV pool that is indexed by the scheduler's slot ids: the target's and the draft models'."""
+    pools = [scheduler.token_to_kv_pool_allocator.get_kvcache()]
+    if scheduler.draft_worker is not None:
+        pools += [runner.token_to_kv_pool for runner in scheduler.draft_worker._draft_model_runners()]
+    return pools
+
+
+def pool_buffers(pool: Any) -> list[torch.Tensor]:
+    """Buffers of an upstream KV pool, layer by layer, slots first."""
+    return list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+
+
+def move_bytes_per_s(device: str) -> float:
+    """Bytes a second, read and written, that a move is planned with. The same on every rank of like GPUs."""
+    if torch.device(device).type != "cuda":
+        return CPU_MOVE_BYTES_PER_S
+    properties = torch.cuda.get_device_properties(device)
+    bus_bytes = properties.memory_bus_width / 8
+    return 2 * properties.memory_clock_rate * 1000 * bus_bytes * GPU_MOVE_FRACTION

@@ -1,0 +1,155 @@
+"""Compaction of upstream's own pools, rows and prefix cache: random schedules, faults, pieces left out."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang_sm120.kvdefrag import compactor
+
+from tests.kvdefrag import schedules
+from tools.churn import World
+
+WINDOW = 24
+SCHEDULES = int(os.environ.get("SM120_SCHEDULES", "300"))
+
+
+class Fault(Exception):
+    """Raised on purpose in the middle of a compaction."""
+
+
+def new_world(page: int, extent: int, block: int, seed: int) -> World:
+    size = 240 if page == 1 else 40 * page
+    return World(size, page, max_requests=5, max_context=160, verify_block=block, extent_tokens=extent, seed=seed)
+
+
+def compact_and_check(world: World) -> int:
+    """One pass; the KV of every request, in order, must hash as before, and every invariant hold."""
+    before = schedules.kv_digests(world)
+    closed = world.compact(WINDOW, 3 * WINDOW)
+    assert schedules.kv_digests(world) == before, "a request's KV changed"
+    schedules.check(world)
+    return closed
+
+
+@settings(max_examples=SCHEDULES, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    page=st.sampled_from([1, 1, 4, 64]),
+    extent=st.sampled_from([0, 0, 16]),
+    block=st.sampled_from([0, 5]),
+)
+def test_random_schedules_compacted_after_every_step(seed, page, extent, block):
+    schedules.run(new_world(page, extent, block, seed), 25, compact_and_check)
+
+
+def test_compaction_does_something_in_those_schedules():
+    closed = []
+    for seed in range(10):
+        schedules.run(new_world(1, 0, 0, seed), 25, lambda world: closed.append(compact_and_check(world)))
+    assert sum(c > 0 for c in closed) > 20
+
+
+@pytest.mark.parametrize("left_out", ["_rewrite_rows", "_rewrite_tree", "_rewrite_free_list"])
+def test_each_rewrite_left_out_is_caught(left_out, monkeypatch):
+    monkeypatch.setattr(compactor, left_out, lambda *_: lambda: None)
+    with pytest.raises((AssertionError, RuntimeError)):
+        for seed in range(20):
+            schedules.run(new_world(1, 0, 0, seed), 25, compact_and_check)
+
+
+@pytest.mark.parametrize("forgotten", [0, 1])
+def test_a_pool_left_out_is_caught(forgotten, monkeypatch):
+    stages = compactor._move_stages
+    monkeypatch.setattr(
+        compactor,
+        "_move_stages",
+        lambda moves, pools: stages(moves, [p for i, p in enumerate(pools) if i != forgotten]),
+    )
+    with pytest.raises(AssertionError, match="KV"):
+        for seed in range(20):
+            schedules.run(new_world(1, 0, 0, seed), 25, compact_and_check)
+
+
+def state(world: World) -> list:
+    """Everything a compaction writes to, and who owns what."""
+    tree = world.tree.all_values_flatten().tolist()
+    free = world.allocator.get_all_free_pages().tolist()
+    return [world.rows.req_to_token.tolist(), tree, sorted(free), *(b.tolist() for _, b in world.buffers())]
+
+
+def fragmented(page: int, extent: int, block: int) -> World:
+    """A world that a pass has work in; made anew it is the same one."""
+    for seed in range(100):
+        for attempt in ("probe", "return"):
+            world = new_world(page, extent, block, seed)
+            schedules.run(world, 25, lambda _: None)
+            if attempt == "return":
+                return world
+            if not world.compact(WINDOW, 3 * WINDOW):
+                break
+    raise AssertionError("no schedule fragments this pool")
+
+
+@pytest.mark.parametrize("block", [0, 5])
+@pytest.mark.parametrize(("page", "extent"), [(1, 0), (1, 3), (4, 0)])
+def test_a_fault_at_any_stage_rolls_back(page, extent, block):
+    stages: list[str] = []
+    assert fragmented(page, extent, block).compact(WINDOW, 3 * WINDOW, stages.append)
+    assert stages[-4:] == ["rows", "tree", "free list", "done"] and any(s.startswith("pool 1") for s in stages)
+    for stage in stages:
+        world = fragmented(page, extent, block)
+        world.survey()  # takes back extents without an owner, as any pass does
+        before = state(world)
+
+        def fail(name: str, at: str = stage) -> None:
+            if name == at:
+                raise Fault(at)
+
+        with pytest.raises(Fault):
+            world.compact(WINDOW, 3 * WINDOW, fail)
+        assert state(world) == before
+        schedules.check(world)
+        schedules.run(world, 5, compact_and_check)
+
+
+def test_the_plan_depends_on_ids_only():
+    """Two ranks with the same tables but other KV make the same plan."""
+    plans = []
+    for kv in (0.0, 1.0):
+        world = new_world(1, 0, 0, 5)
+        schedules.run(world, 25, lambda _: None)
+        for _, buffer in world.buffers():
+            buffer.fill_(kv)
+        plans.append(compactor.plan(world.survey(), WINDOW, 3 * WINDOW))
+    assert torch.equal(plans[0].src, plans[1].src) and torch.equal(plans[0].dst, plans[1].dst)
+
+
+def test_an_unknown_holder_stops_it():
+    world = new_world(1, 0, 0, 5)
+    schedules.run(world, 25, lambda _: None)
+    world.running = world.running[1:]
+    with pytest.raises(RuntimeError, match="not accounted for"):
+        world.compact(WINDOW, WINDOW)
+
+
+@pytest.mark.parametrize(("page", "size"), [(1, 2000), (4, 8000)])
+def test_passes_converge_to_long_runs(page, size):
+    """Eight requests decoded side by side lie scattered; a few passes bring most of the contiguity back, then stop."""
+    world = World(size, page, max_requests=8, max_context=1000, seed=1)
+    for i in range(8):
+        assert world.arrive([i] * (5 * page + 1), 10_000)
+    for _ in range(100 * page):
+        world.step()
+    before = world.survey().census(64).total
+    passes = 0
+    while world.compact(256, 512):
+        passes += 1
+        schedules.check(world)
+        assert passes < 20
+    after = world.survey().census(64).total
+    assert before.units == after.units and after.mean_length > 10 * before.mean_length
+    assert after.contiguity > 0.9

@@ -1,0 +1,98 @@
+"""Tier 0 under random schedules of upstream's own pools and prefix cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang_sm120.kvdefrag import extents
+
+from tests.kvdefrag import schedules
+from tools.churn import World
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    size=st.sampled_from([96, 200, 600]),
+    extent=st.sampled_from([1, 4, 16, 100]),
+    block=st.sampled_from([0, 0, 5]),
+)
+def test_random_schedules_keep_every_invariant(seed, size, extent, block):
+    world = World(size, max_requests=5, max_context=160, verify_block=block, extent_tokens=extent, seed=seed)
+    schedules.run(world, 30, schedules.check)
+
+
+@pytest.mark.parametrize("block", [0, 5])
+def test_both_allocators_serve_the_same_requests(block):
+    """Same arrivals, and with room enough the same completions: tier 0 changes ids and nothing else."""
+    finished = []
+    for extent in (0, 16):
+        world = World(4000, max_requests=6, max_context=200, verify_block=block, extent_tokens=extent, seed=3)
+        schedules.run(world, 120, lambda _: None)
+        finished.append((world.count, [(r.rid, list(r.output_ids)) for r in world.running]))
+    assert finished[0] == finished[1]
+
+
+def broken_drop(self, row):
+    self._reserved_tokens -= self._end[row] - self._start[row]
+    self._start[row] = self._end[row] = 0
+
+
+def broken_settle(self):
+    self._steps = None
+
+
+def broken_free(self, free_index):
+    self._stage(free_index.to(torch.int64))  # a view of a row, which the next owner overwrites
+    if self.free_group is not None:
+        self.free_group.append(free_index)
+
+
+@pytest.mark.parametrize(
+    ("method", "broken"), [("_drop", broken_drop), ("_settle", broken_settle), ("free", broken_free)]
+)
+def test_the_invariants_catch_a_broken_allocator(method, broken, monkeypatch):
+    monkeypatch.setattr(extents.ExtentAllocator, method, broken)
+    with pytest.raises((AssertionError, RuntimeError)):
+        for seed in range(20):
+            world = World(200, max_requests=5, max_context=160, extent_tokens=16, seed=seed)
+            schedules.run(world, 30, schedules.check)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 40), st.integers(0, 20))
+def test_runs_are_ordered_best_fit_then_longest(seed, count, need):
+    g = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(60, generator=g)[:count].sort().values
+    ordered = extents.order_runs(slots, need)
+    assert torch.equal(ordered.sort().values, slots)
+    runs: list[list[int]] = []
+    for slot in ordered.tolist():
+        if runs and slot == runs[-1][-1] + 1:
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    lengths = [len(r) for r in runs]
+    assert not {s + 1 for s in (r[-1] for r in runs)} & {r[0] for r in runs}, "a run was split"
+    fitting = [n for n in lengths if n >= need]
+    assert lengths[0] == (min(fitting) if fitting else max(lengths))
+    assert lengths[1:] == sorted(lengths[1:], reverse=True)
+
+
+def test_a_full_pool_trims_extents_before_it_refuses():
+    world = World(64, max_requests=4, max_context=80, extent_tokens=32)
+    assert world.arrive(list(range(20)), 30)
+    row = world.running[0].kv.req_pool_idx
+    assert world.allocator.reserved(row) == (20, 32)
+    free = world.allocator.available_size()
+    assert free == 44
+    assert world.allocator.alloc(free + 1) is None
+    assert len(world.allocator.alloc(free).unique()) == free
+    assert world.allocator.reserved(row) == (32, 32) and world.allocator.available_size() == 0
+
+
+def test_other_pools_are_left_alone():
+    world = World(256, page_size=64, extent_tokens=16)
+    assert not isinstance(world.allocator, extents.ExtentAllocator)
