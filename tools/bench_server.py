@@ -33,6 +33,8 @@ TRITON_DECODE = shlex.split(
 OURS = ["--attention-backend", "sm120_mla"]
 SIMULATED_ACCEPT_LEN = 4
 REPEATS = 3
+# The drafter reads this much context on both sides: its own attention is upstream's and not what is compared.
+DRAFT_WINDOW_TOKENS = 4096
 
 
 def launch(stack: ExitStack, model: Path, log_dir: Path, variants: dict[str, list[str]]) -> dict[str, server.Server]:
@@ -141,7 +143,7 @@ def speed(out: Path, work: Path, contexts: list[int], batches: list[int], q: int
     )
     chain = shlex.split(
         f"--speculative-algorithm DFLASH --speculative-draft-model-path {drafter} "
-        "--speculative-draft-attention-backend triton"
+        f"--speculative-draft-attention-backend triton --speculative-draft-window-size {DRAFT_WINDOW_TOKENS}"
     )
     variants = {
         "stock-plain": [*pool, *TRITON_DECODE],

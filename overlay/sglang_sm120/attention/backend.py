@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
@@ -105,12 +104,6 @@ class Sm120MLABackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padded request: its one token is the padding slot."""
         return 1
-
-    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Every layer reads `req_to_token`, so the reads end with the forward pass."""
-        if fm.is_decode() or fm.is_target_verify():
-            return SharedReadEnds.POST_REPLAY
-        return SharedReadEnds.UNKNOWN
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Choose the step's rows. Only views are made here: what computes is in `init_forward_metadata_in_graph`."""
