@@ -7,7 +7,7 @@ from pathlib import Path
 
 from git import GitCommandError
 
-from tools import rebase, verbs
+from tools import kernels, rebase, verbs
 from tools.errors import ForkError, is_full_disk, say
 from tools.fetch import fetch
 from tools.install import install
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with project.exclusive():
             _run(project, options)
-    except ForkError as error:
+    except (ForkError, kernels.KernelError) as error:
         return _fail(str(error))
     except GitCommandError as error:
         stderr = str(error.stderr).strip().removeprefix("stderr: ").strip("' \n")
@@ -60,10 +60,10 @@ def _run(project: Project, options: argparse.Namespace) -> None:
         case "export":
             verbs.export(project)
         case "build":
-            for path in build(project, options.python, _kernels(options), options.out or project.dist):
+            for path in build(project, options.python, _kernels(project, options), options.out or project.dist):
                 print(project.show(path))
         case "install":
-            (wheel,) = build(project, [running_python_tag()], _kernels(options), project.dist)
+            (wheel,) = build(project, [running_python_tag()], _kernels(project, options), project.dist)
             install(wheel, options.all_requirements)
         case "clean":
             verbs.clean(project, force=options.force)
@@ -88,11 +88,21 @@ def _rebase(project: Project, options: argparse.Namespace) -> None:
         raise ForkError("rebase needs a VERSION, --continue or --abort")
 
 
-def _kernels(options: argparse.Namespace) -> KernelLibrary | None:
+def _kernels(project: Project, options: argparse.Namespace) -> KernelLibrary | None:
+    """Compile the kernels the options ask for, None when they ask for none."""
     if options.no_kernels:
-        say("without CUDA kernels, as asked: the wheel falls back to the PyTorch reference")
+        say("kernels: left out, as asked")
         return None
-    raise ForkError("kernels cannot be built yet: pass --no-kernels")
+    try:
+        kernels.find_nvcc()
+    except kernels.KernelError as error:
+        if options.kernels_if_nvcc:
+            say(f"kernels: left out ({error})")
+            return None
+        raise ForkError(f"{error}; or build without CUDA kernels: --no-kernels") from None
+    say(f"kernels: compiling for {' '.join(options.archs)} (minutes the first time)")
+    library = kernels.build(options.archs, project.build / "kernels")
+    return KernelLibrary(library, kernels.source_hash(), tuple(options.archs))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,9 +160,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
-    kernels = parser.add_mutually_exclusive_group()
-    kernels.add_argument("--no-kernels", action="store_true", help="leave the CUDA kernels out")
-    kernels.add_argument("--kernels-if-nvcc", action="store_true", help="leave them out when there is no nvcc")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--no-kernels", action="store_true", help="leave the CUDA kernels out")
+    group.add_argument("--kernels-if-nvcc", action="store_true", help="leave them out when there is no nvcc")
+    parser.add_argument(
+        "--archs",
+        nargs="+",
+        default=kernels.DEFAULT_ARCHS,
+        metavar="sm_XX",
+        help="GPUs to compile for (default: %(default)s)",
+    )
 
 
 def _add_python(parser: argparse.ArgumentParser) -> None:

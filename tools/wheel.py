@@ -41,10 +41,11 @@ Entries = dict[str, tuple[bool, bytes]]
 
 @dataclass(frozen=True)
 class KernelLibrary:
-    """The compiled kernels that go into a wheel, and the hash of the sources they were made from."""
+    """The compiled kernels that go into a wheel, the hash of the sources they were made from, and the GPUs they run on."""
 
     path: Path
     source_hash: str
+    archs: tuple[str, ...]
 
 
 def build(project: Project, python_tags: list[str], kernels: KernelLibrary | None, out: Path) -> list[Path]:
@@ -186,6 +187,7 @@ def _provenance(project: Project, lock: Lock, overlay: Entries, kernels: KernelL
             "library": kernels.path.name,
             "library_sha256": file_sha256(kernels.path),
             "source_hash": kernels.source_hash,
+            "archs": kernels.archs,
         },
     }
     return (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode()

@@ -24,6 +24,16 @@ def register() -> None:
     _register_dflash_verify()
     _register_selection()
     _register_graph_report()
+    _register_speculation()
+
+
+def _register_speculation() -> None:
+    from sglang_sm120.cpu import speculative, standin
+    from sglang_sm120.ddtree import algorithm
+
+    algorithm.register()
+    if standin.is_installed():
+        speculative.register()
     kvdefrag.register()
 
 

@@ -20,7 +20,7 @@ def triton_kernels():
         return
     if "triton" in sys.modules:
         pytest.skip("triton was imported before its interpreter could be chosen; run tests/ddtree by itself")
-    # Triton's own library functions pick the interpreter when they are imported. Servers started later must not inherit it.
+    # Triton's own library functions pick the interpreter when they are imported; servers started later must not.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         triton = pytest.importorskip("triton")

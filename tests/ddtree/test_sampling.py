@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
-
 from sglang_sm120.ddtree import tree as T
 
 VOCAB, DEPTH, DRAWS = 5, 3, 20_000
@@ -60,7 +59,7 @@ def biased_walk(tree: T.DraftTree, probs: torch.Tensor) -> T.Path:
 
 
 def p_value(path: T.Path, temperature: float) -> float:
-    """Chi-square of the first three tokens, those past the committed ones drawn from the target as later steps would."""
+    """Chi-square of the first three tokens; those past the committed ones come from the target, as in later steps."""
     probs = probabilities(temperature)
     tokens = path.tokens[:, :DEPTH].clone()
     for depth in range(DEPTH):

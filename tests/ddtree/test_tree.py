@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from sglang_sm120.attention.reference import unpack_mask
 from sglang_sm120.ddtree import tree as T
 
 
 @st.composite
 def drafts(draw, max_batch: int = 3):
-    """Ids and descending log-probabilities [B, D, K], with ties, zero-probability candidates and token 0, and a budget."""
+    """Ids and descending log-probabilities [B, D, K], with ties, impossible candidates and token 0, and a budget."""
     batch, depth, topk = draw(st.integers(1, max_batch)), draw(st.integers(1, 7)), draw(st.integers(1, 8))
     seed, kind = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from(["random", "ties", "flat", "sharp", "holes"]))
     rng = np.random.default_rng(seed)

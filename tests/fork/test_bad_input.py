@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import TOOLS_ROOT, Toy, copy
+from toy import TOOLS_ROOT, Toy, copy
 
 
 def forget_cache(toy: Toy) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENGINE, Toy, copy
 from git.cmd import Git
+from toy import ENGINE, Toy, copy
 
 from tools import fetch, fork
 from tools.project import Project

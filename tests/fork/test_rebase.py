@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ENGINE, FILES, Toy
+from toy import ENGINE, FILES, Toy
 
 RUN = "    def run(self, batch):\n        size = len(batch)\n        return size\n"
 SERVER = FILES["sglang/server.py"]

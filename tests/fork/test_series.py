@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import FILES, TABLE, Toy
+from toy import FILES, TABLE, Toy
 
 
 def test_import_keeps_every_byte_whatever_upstreams_git_files_say(toy: Toy) -> None:

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001, ANN202 -- arguments of Triton kernels are pointers and constexprs
 """The Triton kernels of `tree`: one small program a request, nothing on the host.
 
 `build`: the frontier lives in registers, one packed int64 candidate a slot (see `tree`). A step is two reductions over

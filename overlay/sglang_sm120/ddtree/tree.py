@@ -1,7 +1,7 @@
 """Draft trees and the walk along them (DDTree, arXiv 2604.12989).
 
-A block drafter gives one token distribution a position. The tree holds the most probable prefixes under the product of
-those distributions: best-first search pops the best candidate, which offers its next sibling and its first child in turn.
+A block drafter gives one token distribution a position. The tree holds the most probable prefixes under the product
+of those distributions: best-first search pops the best candidate, which offers its next sibling and its first child.
 
 ```
  log-probs [B, D, K] --build_trees--> DraftTree [B, Q] --verify--> choices [B, Q] --walk--> Path [B, D + 1]
@@ -40,7 +40,7 @@ class DraftTree:
     tokens: `[B, Q]` int64. Padding repeats the root's token; only `parents` tells it apart.
     parents: `[B, Q]` int32 index of the parent, -1 for the root and for padding.
     depths: `[B, Q]` int32, 0 for the root and for padding.
-    words: `[B, Q, ceil(Q / 32)]` int32, ancestor bitmask: bit j of the words is set where node j is visible, itself too.
+    words: `[B, Q, ceil(Q / 32)]` int32, ancestor bitmask: bit j of a row is set where node j is visible, itself too.
     """
 
     tokens: Tensor
@@ -50,6 +50,7 @@ class DraftTree:
 
     @property
     def width(self) -> int:
+        """Nodes a request, root and padding included."""
         return self.tokens.shape[1]
 
 
@@ -226,7 +227,7 @@ def links(tree: DraftTree) -> tuple[Tensor, Tensor]:
 
 
 def draw(tree: DraftTree, row: int, texts: list[str], accepted: set[int] = frozenset()) -> str:
-    """One tree as text, a node a line, children below their parent; `texts [Q]` are the tokens, `*` marks accepted nodes."""
+    """One tree as text, a node a line, children below their parent: `texts [Q]` are its nodes, `*` are accepted."""
     parents = tree.parents[row].tolist()
     lines: list[str] = []
 

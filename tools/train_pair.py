@@ -1,0 +1,544 @@
+"""Train the small real model pair that the tests and the demo run: a Kimi-shaped MLA target and its DFlash drafter.
+
+    python tools/train_pair.py --out tests/fixtures/pair --target-minutes 24 --drafter-minutes 16
+
+Text: this Python's own standard library (sources and docstrings). `held_out` keeps every 16th file, chosen by a hash of
+its path, out of training on every machine. The target is transformers' DeepseekV3ForCausalLM; the drafter follows the
+DFlash checkpoint format that SGLang loads: a block of [committed token, MASK, ...] attends, without causality inside
+the block, to keys and values projected from the target's hidden states of all earlier positions.
+
+Needs torch, transformers, tokenizers and safetensors (tools/requirements-cpu.txt has them). Learning rates follow the
+clock, so a run takes the minutes it is given; the steps it made are in `training.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
+
+END, MASK = "<|endoftext|>", "<|mask|>"
+VOCAB_SIZE = 2048
+WINDOW = 256
+BLOCK_SIZE = 8
+TARGET_LAYER_IDS = [0, 1, 2]
+SKIPPED_FOLDERS = {"site-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3", "__pycache__"}
+YARN = {
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "factor": 32.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def stdlib_files(root: Path) -> list[Path]:
+    """Python sources below `root` that people wrote, in a fixed order."""
+    files = (p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts))
+    return sorted(files, key=lambda p: p.relative_to(root).as_posix())
+
+
+def held_out(root: Path, path: Path) -> bool:
+    """True for the files that no model here may be trained on; depends on the path below `root` alone."""
+    return hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()[0] % 16 == 0
+
+
+def read_texts(root: Path, *, training: bool) -> list[str]:
+    """The training files as text, or the held-out ones."""
+    return [p.read_text("utf-8", "replace") for p in stdlib_files(root) if held_out(root, p) != training]
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with the two special tokens at ids 0 and 1."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END, MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, mask_token=MASK, clean_up_tokenization_spaces=False
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
+    """All texts as one int64 stream, each after an END token."""
+    end = tokenizer.eos_token_id
+    return torch.tensor([t for e in tokenizer(texts)["input_ids"] for t in (end, *e)])
+
+
+def windows(stream: Tensor, batch: int, length: int, seed: int) -> Iterator[Tensor]:
+    """Endless [batch, length] windows; each epoch shuffles and starts at another offset."""
+    rng = random.Random(seed)
+    while True:
+        offset = rng.randrange(length)
+        starts = list(range(offset, len(stream) - length, length))
+        rng.shuffle(starts)
+        for i in range(0, len(starts) - batch + 1, batch):
+            yield torch.stack([stream[s : s + length] for s in starts[i : i + batch]])
+
+
+def target_config() -> DeepseekV3Config:
+    """A small model with Kimi K2's attention geometry: latent 512, rope 64, 8 heads, sigmoid-routed experts."""
+    return DeepseekV3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        routed_scaling_factor=1.0,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        kv_lora_rank=512,
+        q_lora_rank=64,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 50000.0, **YARN},
+        bos_token_id=0,
+        eos_token_id=0,
+        num_mtp_layers=0,
+        experts_implementation="eager",
+        attn_implementation="sdpa",
+    )
+
+
+class Clock:
+    """Fraction of a time budget that has passed, and the learning rate that goes with it."""
+
+    def __init__(self, minutes: float) -> None:
+        self.begin, self.seconds = time.monotonic(), minutes * 60
+
+    @property
+    def fraction(self) -> float:
+        """Passed time over the whole; 1 or more when time is up."""
+        return (time.monotonic() - self.begin) / self.seconds
+
+    def rate(self, peak: float) -> float:
+        """Warm up over 2% of the time, hold, then fall linearly to zero over the last 60%."""
+        return peak * min(1.0, self.fraction / 0.02 + 0.01, max(0.0, (1 - self.fraction) / 0.6))
+
+
+class Optimizer:
+    """Muon for matrices inside the layers, AdamW for the rest."""
+
+    def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float) -> None:
+        matrices, rest = [], []
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                (matrices if p.ndim == 2 and "embed" not in name and "lm_head" not in name else rest).append(p)
+        self.parameters = matrices + rest
+        self.parts = [
+            (torch.optim.Muon(matrices, lr=muon_rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"), muon_rate),
+            (torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.02), adam_rate),
+        ]
+
+    def step(self, loss: Tensor, clock: Clock) -> None:
+        """Backward and one update at the rate of this moment."""
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for part, peak in self.parts:
+            for group in part.param_groups:
+                group["lr"] = clock.rate(peak)
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+
+def token_loss(model: DeepseekV3ForCausalLM, ids: Tensor) -> Tensor:
+    """Mean cross entropy in nats of ids [B, T] after their first token."""
+    logits = model(ids[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def balance_experts(model: DeepseekV3ForCausalLM, loads: list[Tensor], rate: float) -> None:
+    """The bias update of noaux_tc routing: raise the bias of under-used experts, lower that of over-used ones."""
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    for gate, load in zip(gates, loads, strict=True):
+        gate.e_score_correction_bias += rate * torch.sign(load.float().mean() - load)
+    loads.clear()
+
+
+def train_target(train: Tensor, valid: Tensor, minutes: float, batch: int, seed: int) -> tuple[nn.Module, dict]:
+    """Train from scratch; returns the model and its figures."""
+    torch.manual_seed(seed)
+    model = DeepseekV3ForCausalLM(target_config())
+    for name, p in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            nn.init.normal_(p, std=0.02)
+    loads: list[Tensor] = []
+    experts = model.config.n_routed_experts
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(
+                lambda _m, _i, out: loads.append(torch.bincount(out[2].flatten(), minlength=experts))
+            )
+    optimizer, clock, losses = Optimizer(model, 0.006, 0.003), Clock(minutes), []
+    for step, ids in enumerate(windows(train, batch, WINDOW + 1, seed)):
+        if clock.fraction >= 1:
+            break
+        loss = token_loss(model, ids)
+        optimizer.step(loss, clock)
+        balance_experts(model, loads, 0.002)
+        losses.append(loss.item())
+        if step % 20 == 0:
+            print(
+                f"target {clock.fraction:6.1%} step {step} loss {sum(losses[-20:]) / len(losses[-20:]):.3f}", flush=True
+            )
+    with torch.no_grad():
+        checks = [
+            token_loss(model.eval(), ids).item()
+            for _, ids in zip(range(8), windows(valid, 8, WINDOW + 1, 0), strict=False)
+        ]
+    report = {"steps": step, "tokens": step * batch * WINDOW, "held_out_loss_nats": sum(checks) / len(checks)}
+    print("target", report, flush=True)
+    return model, report
+
+
+def save_target(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write bf16 weights, the tokenizer, and a config.json that also has the older keys that SGLang reads."""
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    path = out / "config.json"
+    config = json.loads(path.read_text())
+    config |= {
+        "rope_scaling": {"type": "yarn", **YARN},
+        "rope_theta": 50000.0,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+    }
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+class Attention(nn.Module):
+    """Block queries over projected target features and the block itself."""
+
+    def __init__(self, hidden: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
+        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6)
+        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+
+    def forward(self, x: Tensor, context: Tensor, x_rope: Tensor, context_rope: Tensor, visible: Tensor) -> Tensor:
+        """x [B, Q, H] after attention over context and block; `visible` is [Q, T + Q]."""
+        q = rotate(self.q_norm(self._split(self.q_proj(x))), x_rope)
+        own = rotate(self.k_norm(self._split(self.k_proj(x))), x_rope)
+        past = rotate(self.k_norm(self._split(self.k_proj(context))), context_rope)
+        v = torch.cat([self._split(self.v_proj(context)), self._split(self.v_proj(x))], dim=2)
+        out = F.scaled_dot_product_attention(q, torch.cat([past, own], dim=2), v, attn_mask=visible)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to [..., H]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        hidden = config["hidden_size"]
+        self.input_layernorm = nn.RMSNorm(hidden, eps=config["rms_norm_eps"])
+        self.self_attn = Attention(hidden, config["num_attention_heads"], config["head_dim"])
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=config["rms_norm_eps"])
+        self.mlp = Mlp(hidden, config["intermediate_size"])
+
+    def forward(self, x: Tensor, *attention: Tensor) -> Tensor:
+        """x [B, Q, H] through the layer; the rest goes to `Attention`."""
+        x = x + self.self_attn(self.input_layernorm(x), *attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """DFlash's draft model, for training: parameter names are those of its checkpoints."""
+
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        hidden, features = config["hidden_size"], len(config["dflash_config"]["target_layer_ids"])
+        self.config = config
+        self.fc = nn.Linear(features * hidden, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=config["rms_norm_eps"])
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(hidden, eps=config["rms_norm_eps"])
+
+    def forward(self, noise: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+        """Hidden states of draft blocks.
+
+        noise: [B, A * block, H] embeddings of [committed, MASK, ...] for A blocks. features: [B, T, K * H] hidden
+        states of the target. anchors: [A] positions of the committed tokens. A block sees earlier features and itself.
+        """
+        block, head_dim, theta = (self.config[k] for k in ("block_size", "head_dim", "rope_theta"))
+        context = self.hidden_norm(self.fc(features))
+        times = torch.arange(features.shape[1])
+        positions = (anchors[:, None] + torch.arange(block)).flatten()
+        owners = torch.arange(len(anchors)).repeat_interleave(block)
+        visible = torch.cat([times < anchors[owners][:, None], owners[:, None] == owners], dim=1)
+        ropes = (rope_table(positions, head_dim, theta), rope_table(times, head_dim, theta))
+        for layer in self.layers:
+            noise = layer(noise, context, *ropes, visible)
+        return self.norm(noise)
+
+
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """[2, T, head_dim]: cosines and sines, half-split layout."""
+    angles = positions[:, None] / theta ** (torch.arange(0, head_dim, 2) / head_dim)
+    return torch.stack([angles.cos(), angles.sin()]).repeat(1, 1, 2)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Apply `rope_table` to [B, heads, T, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * table[0] + torch.cat([-second, first], dim=-1) * table[1]
+
+
+def drafter_config(target: dict, mask_id: int) -> dict:
+    """config.json of a DFlash checkpoint for this target."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": BLOCK_SIZE,
+        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": TARGET_LAYER_IDS},
+        "num_target_layers": target["num_hidden_layers"],
+        "vocab_size": target["vocab_size"],
+        "hidden_size": target["hidden_size"],
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 50000.0,
+        "max_position_embeddings": target["max_position_embeddings"],
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+    }
+
+
+@torch.no_grad()
+def continue_texts(model: DeepseekV3ForCausalLM, prompts: Tensor, length: int, temperature: float) -> Tensor:
+    """[N, length]: prompts [N, P] continued by the target, greedily at temperature 0. END is an ordinary token here.
+
+    Attention is absorbed over a latent cache, as a server does it: transformers would expand the whole cache each step.
+    """
+    batch, first = prompts.shape
+    ids = torch.cat([prompts, prompts.new_zeros(batch, length - first)], dim=1)
+    attention = [layer.self_attn for layer in model.model.layers]
+    caches = [torch.zeros(batch, length, a.kv_lora_rank + a.qk_rope_head_dim) for a in attention]
+    cos, sin = model.model.rotary_emb(caches[0], torch.arange(length)[None])
+    for t in range(length - 1):
+        hidden = model.model.embed_tokens(ids[:, t])
+        for layer, cache in zip(model.model.layers, caches, strict=True):
+            normed = layer.input_layernorm(hidden)
+            hidden = hidden + absorbed_attention(
+                layer.self_attn, normed, cache, t, cos[:, t : t + 1], sin[:, t : t + 1]
+            )
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[:, None])[:, 0]
+        if t + 1 >= first:
+            logits = model.lm_head(model.model.norm(hidden))
+            if temperature > 0:
+                ids[:, t + 1] = torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0]
+            else:
+                ids[:, t + 1] = logits.argmax(-1)
+    return ids
+
+
+def absorbed_attention(a: nn.Module, hidden: Tensor, cache: Tensor, t: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """One decode step of an MLA module for hidden [N, H]; writes position t of cache [N, T, latent + rope]."""
+    q = a.q_b_proj(a.q_a_layernorm(a.q_a_proj(hidden))).unflatten(-1, (a.num_heads, a.qk_head_dim))
+    q_nope, q_rope = q.split([a.qk_nope_head_dim, a.qk_rope_head_dim], dim=-1)
+    latent, k_rope = a.kv_a_proj_with_mqa(hidden).split([a.kv_lora_rank, a.qk_rope_head_dim], dim=-1)
+    q_rope, k_rope = apply_rotary_pos_emb_interleave(q_rope[:, :, None], k_rope[:, None, None], cos, sin)
+    cache[:, t] = torch.cat([a.kv_a_layernorm(latent), k_rope[:, 0, 0]], dim=-1)
+    w_key, w_value = a.kv_b_proj.weight.unflatten(0, (a.num_heads, -1)).split([a.qk_nope_head_dim, a.v_head_dim], dim=1)
+    query = torch.cat([torch.einsum("nhd,hdl->nhl", q_nope, w_key), q_rope[:, :, 0]], dim=-1)
+    past = cache[:, : t + 1]
+    weights = torch.softmax(query @ past.transpose(1, 2) * a.scaling, dim=-1)
+    values = torch.einsum("nhl,hdl->nhd", weights @ past[:, :, : a.kv_lora_rank], w_value)
+    return a.o_proj(values.flatten(1))
+
+
+@torch.no_grad()
+def target_features(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Concatenated hidden states after each captured layer [B, T, K * H], and the logits [B, T, V]."""
+    out = model(ids, output_hidden_states=True, use_cache=False)
+    return torch.cat([out.hidden_states[i + 1] for i in TARGET_LAYER_IDS], dim=-1), out.logits
+
+
+def block_embeddings(embed: nn.Module, ids: Tensor, anchors: Tensor, mask_id: int) -> Tensor:
+    """Embeddings [B, A * block, H] of [committed, MASK, ...] at every anchor."""
+    blocks = torch.full((len(ids), len(anchors), BLOCK_SIZE), mask_id)
+    blocks[:, :, 0] = ids[:, anchors]
+    return embed(blocks.flatten(1)).detach()
+
+
+def draft_logits(drafter: Drafter, model: nn.Module, ids: Tensor, anchors: Tensor, features: Tensor) -> Tensor:
+    """[B, A, block - 1, V]: predictions for the positions after each anchor."""
+    mask_id = drafter.config["dflash_config"]["mask_token_id"]
+    hidden = drafter(block_embeddings(model.model.embed_tokens, ids, anchors, mask_id), features, anchors)
+    return model.lm_head(hidden.unflatten(1, (len(anchors), BLOCK_SIZE))[:, :, 1:])
+
+
+def after_anchors(x: Tensor, anchors: Tensor, shift: int) -> Tensor:
+    """x [B, T, ...] gathered at anchor + shift + (0 .. block - 2): [B, A, block - 1, ...]."""
+    return x[:, anchors[:, None] + shift + torch.arange(BLOCK_SIZE - 1)]
+
+
+def draft_loss(drafter: Drafter, model: nn.Module, ids: Tensor, anchors: Tensor) -> Tensor:
+    """Cross entropy against the target's own distribution, early positions counting more: they gate the later ones."""
+    features, logits = target_features(model, ids)
+    teacher = after_anchors(logits, anchors, 0).float().softmax(-1)
+    predicted = draft_logits(drafter, model, ids, anchors, features).float().log_softmax(-1)
+    weight = torch.exp(-torch.arange(BLOCK_SIZE - 1) / 4)
+    return ((-(teacher * predicted).sum(-1)).mean((0, 1)) * weight).sum() / weight.sum()
+
+
+@torch.no_grad()
+def chain_accept_length(drafter: Drafter, model: nn.Module, ids: Tensor, begin: int) -> float:
+    """Mean committed tokens a step as `ids` [B, T], greedy text of the target from `begin` on, is drafted greedily."""
+    anchors = torch.arange(begin, ids.shape[1] - BLOCK_SIZE)
+    features, _ = target_features(model, ids)
+    right = draft_logits(drafter, model, ids, anchors, features).argmax(-1) == after_anchors(ids, anchors, 1)
+    accepted = right.cumprod(-1).sum(-1)
+    steps = committed = 0
+    for row in accepted.tolist():
+        at = 0
+        while at < len(row):
+            steps, committed, at = steps + 1, committed + row[at] + 1, at + row[at] + 1
+    return committed / steps
+
+
+def train_drafter(
+    model: nn.Module, train: Tensor, valid: Tensor, minutes: float, generate_minutes: float, batch: int, seed: int
+) -> tuple[Drafter, dict]:
+    """Train on the target's own continuations of training text, half of them greedy."""
+    torch.manual_seed(seed)
+    model.requires_grad_(False)
+    mask_id = 1
+    drafter = Drafter(drafter_config(model.config.to_dict(), mask_id))
+    prompt, rounds, clock = 32, [], Clock(generate_minutes)
+    for i, prompts in enumerate(windows(train, 192, prompt, seed)):
+        if clock.fraction >= 1 and len(rounds) > 1:
+            break
+        rounds.append(continue_texts(model, prompts, WINDOW, temperature=0.8 * (i % 2)))
+        print(f"continuations {clock.fraction:6.1%}: {sum(map(len, rounds))} x {WINDOW} tokens", flush=True)
+    texts = torch.cat(rounds)
+    checks = continue_texts(model, next(windows(valid, 48, 64, 0)), WINDOW, temperature=0)
+    optimizer, clock, losses, step = Optimizer(drafter, 0.006, 0.003), Clock(minutes), [], 0
+    while clock.fraction < 1:
+        for rows in torch.randperm(len(texts)).split(batch):
+            if clock.fraction >= 1:
+                break
+            anchors = torch.randperm(WINDOW - BLOCK_SIZE - 8)[:40].sort().values + 8
+            loss = draft_loss(drafter, model, texts[rows], anchors)
+            optimizer.step(loss, clock)
+            losses.append(loss.item())
+            step += 1
+            if step % 50 == 0:
+                accept = chain_accept_length(drafter, model, checks, 64) if step % 250 == 0 else float("nan")
+                recent = sum(losses[-50:]) / 50
+                print(f"drafter {clock.fraction:6.1%} step {step} loss {recent:.3f} accept {accept:.2f}", flush=True)
+    report = {
+        "steps": step,
+        "continuation_tokens": texts.numel(),
+        "held_out_chain_accept_length": chain_accept_length(drafter, model, checks, 64),
+    }
+    print("drafter", report, flush=True)
+    return drafter, report
+
+
+def save_drafter(drafter: Drafter, out: Path) -> None:
+    """Write bf16 weights and config."""
+    out.mkdir(parents=True, exist_ok=True)
+    state = {k: v.to(torch.bfloat16).contiguous() for k, v in drafter.state_dict().items()}
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(drafter.config, indent=2, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    """Train what the flags ask for and write it to --out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for target/, drafter/ and training.json")
+    parser.add_argument("--target-minutes", type=float, default=24)
+    parser.add_argument("--generate-minutes", type=float, default=4, help="time for the target to write training text")
+    parser.add_argument("--drafter-minutes", type=float, default=16)
+    parser.add_argument("--batch", type=int, default=8, help=f"windows of {WINDOW} tokens a step")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep-target", action="store_true", help="train only a new drafter for the target in --out")
+    args = parser.parse_args()
+
+    root = Path(sysconfig.get_path("stdlib"))
+    train_texts, valid_texts = read_texts(root, training=True), read_texts(root, training=False)
+    report_path = args.out / "training.json"
+    target_dir = args.out / "target"
+    if args.keep_target:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(target_dir)
+        report = json.loads(report_path.read_text())
+    else:
+        tokenizer, report = train_tokenizer(train_texts), {"seed": args.seed, "python": sysconfig.get_python_version()}
+    train, valid = encode(tokenizer, train_texts), encode(tokenizer, valid_texts)
+    print(f"{len(train_texts)} files, {len(train):,} training tokens, {len(valid):,} held out", flush=True)
+    if not args.keep_target:
+        model, report["target"] = train_target(train, valid, args.target_minutes, args.batch, args.seed)
+        save_target(model, tokenizer, target_dir)
+        report_path.write_text(json.dumps(report, indent=2) + "\n")
+    model = DeepseekV3ForCausalLM.from_pretrained(
+        target_dir, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    drafter, report["drafter"] = train_drafter(
+        model, train, valid, args.drafter_minutes, args.generate_minutes, args.batch, args.seed
+    )
+    save_drafter(drafter, args.out / "drafter")
+    report_path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
