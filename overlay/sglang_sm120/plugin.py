@@ -25,6 +25,7 @@ def register() -> None:
     _register_selection()
     _register_graph_report()
     _register_speculation()
+    kvdefrag.register()
 
 
 def _register_speculation() -> None:
@@ -34,7 +35,6 @@ def _register_speculation() -> None:
     algorithm.register()
     if standin.is_installed():
         speculative.register()
-    kvdefrag.register()
 
 
 def _create_backend(model_runner: ModelRunner) -> AttentionBackend:
