@@ -1,8 +1,8 @@
 """Builds the CUDA kernels into one shared library and reads what the compiler says about them.
 
-    python -m tools.kernels build  [--archs sm_90 sm_120a] [--out DIR]   one .so, incremental, by ninja
-    python -m tools.kernels report [--check]                             registers, shared memory, spills, instruction mix
-    python -m tools.kernels bench | gpu-report                           needs a GPU: see tools/kernel_bench.py
+python -m tools.kernels build  [--archs sm_90 sm_120a] [--out DIR]   one .so, incremental, by ninja
+python -m tools.kernels report [--check]                             registers, shared memory, spills, instruction mix
+python -m tools.kernels bench | gpu-report                           needs a GPU: see tools/kernel_bench.py
 """
 
 from __future__ import annotations
@@ -106,12 +106,14 @@ class Usage:
     kernel: str
     arch: str
     registers: int = 0
+    stack_bytes: int = 0
     spill_bytes: int = 0
     shared_bytes: int = 0
     mix: Counter[str] = field(default_factory=Counter)
 
 
 _COMPILING = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
+_STACK = re.compile(r"(\d+) bytes stack frame")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _STATIC_SHARED = re.compile(r"(\d+) bytes smem")
@@ -128,8 +130,8 @@ def kernel_name(mangled: str) -> str:
 
 def shared_bytes(fp8: bool, row_groups: int) -> int:
     """Dynamic shared memory of a verify instance: the arithmetic of `Config` in kernels/mla_verify/config.h."""
-    rows = 8 * row_groups
-    fixed = 256 + 32 + 4 * rows * 4 + 2 * rows * 32 + 4 * rows * 20 * 4
+    rows, buffers = 8 * row_groups, 3
+    fixed = 256 + 2 * buffers * rows * 4 + buffers * 16 * (row_groups | 1) * 16 + 2 * row_groups * 3 * 512
     stage = 16 * ((576 if fp8 else 1152) + 16)
     return fixed + min(8, (MAX_SHARED_BYTES - fixed) // stage) * stage
 
@@ -143,6 +145,7 @@ def compiler_report(archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS) -> list[
             if compiling is None:
                 continue
             usage = Usage(kernel_name(compiling[1]), compiling[2], int(_USED.search(block)[1]))
+            usage.stack_bytes = int(_STACK.search(block)[1])
             usage.spill_bytes = sum(map(int, _SPILLS.search(block).groups()))
             static, verify = _STATIC_SHARED.search(block), _VERIFY.search(compiling[1])
             usage.shared_bytes = int(static[1]) if static else 0
@@ -178,19 +181,25 @@ def disassembly(library: Path) -> dict[tuple[str, str], Counter[str]]:
     for section in re.split(r"(?=^Fatbin elf code:)", text, flags=re.M):
         arch = _SASS_ARCH.search(section)
         for part in re.split(r"(?=^\s*Function : )", section, flags=re.M)[1:]:
-            counts = Counter(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9]*)", part, flags=re.M))
+            counts = Counter(
+                re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9]*)", part, flags=re.M)
+            )
             mixes[kernel_name(_SASS_FUNCTION.search(part)[1]), arch[1]] = counts
     return mixes
 
 
 def check(usages: list[Usage]) -> list[str]:
-    """Reasons why these kernels may not ship: shared memory over the limit, spills."""
+    """Reasons why these kernels may not ship: shared memory over the limit, registers or arrays in local memory."""
     problems = []
     for usage in usages:
         if usage.shared_bytes > MAX_SHARED_BYTES:
-            problems.append(f"{usage.kernel} on {usage.arch}: {usage.shared_bytes} B of shared memory > {MAX_SHARED_BYTES}")
-        if usage.spill_bytes:
-            problems.append(f"{usage.kernel} on {usage.arch}: spills {usage.spill_bytes} B")
+            problems.append(
+                f"{usage.kernel} on {usage.arch}: {usage.shared_bytes} B of shared memory > {MAX_SHARED_BYTES}"
+            )
+        if usage.spill_bytes or usage.stack_bytes:
+            problems.append(
+                f"{usage.kernel} on {usage.arch}: spills {usage.spill_bytes} B, {usage.stack_bytes} B of stack"
+            )
     return problems
 
 
@@ -217,7 +226,8 @@ def _report(archs: tuple[str, ...], library: Path) -> list[Usage]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.kernels", description=__doc__.splitlines()[0])
     parser.add_argument("verb", choices=("build", "report", "hash", "bench", "gpu-report"))
-    parser.add_argument("--archs", nargs="+", default=DEFAULT_ARCHS, metavar="SM")
+    archs = os.environ.get("ARCHS", "").replace(",", " ").split() or DEFAULT_ARCHS
+    parser.add_argument("--archs", nargs="+", default=archs, metavar="SM", help="default: $ARCHS, else %(default)s")
     parser.add_argument("--out", type=Path, default=OVERLAY_LIB, help="folder of the .so (build, report)")
     parser.add_argument("--check", action="store_true", help="report: fail on spills or too much shared memory")
     args, rest = parser.parse_known_args()

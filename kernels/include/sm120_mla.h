@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define SM120_MLA_ABI 1
+#define SM120_MLA_ABI 2
 
 /* Query rows: q_len new tokens of each request (qo_indptr null), or qo_indptr[b] .. qo_indptr[b + 1] (q_len ignored). */
 struct sm120_mla_params {
@@ -39,6 +39,7 @@ struct sm120_mla_params {
   int32_t mask_words;
   int32_t kv_is_fp8;
   int32_t num_sms;                   /* multiprocessors to plan for */
+  int32_t early_launch;              /* compute capability 9.0 or later: set the merge up while the kernel runs */
   float sm_scale;
   float kv_scale;                    /* what one unit of fp8 KV is worth; 1 for bf16 */
   float logit_cap;                   /* cap * tanh(logit / cap) where > 0 */

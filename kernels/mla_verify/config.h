@@ -13,7 +13,7 @@ constexpr int kRopeDim = 64;                        // key only
 constexpr int kHeadDim = kLatentDim + kRopeDim;
 constexpr int kTileTokens = 16;                     // KV tokens of one pipeline stage
 constexpr int kScoreWarps = 4;                      // QK^T and softmax; each owns a quarter of the 576 columns
-constexpr int kValueWarps = 8;                      // P V and the copies; each owns 64 of the 512 latent columns
+constexpr int kValueWarps = 4;                      // P V and the copies; each owns 128 of the 512 latent columns
 constexpr int kScoreThreads = kScoreWarps * 32;
 constexpr int kValueThreads = kValueWarps * 32;
 constexpr int kThreads = kScoreThreads + kValueThreads;
@@ -21,8 +21,8 @@ constexpr int kMaxRowGroups = 6;                    // query rows of a block, in
 constexpr int kMaxRows = kMaxRowGroups * 8;
 constexpr int kMaxSharedBytes = 101376;             // what sm_86, sm_89 and sm_120 grant one block
 constexpr int kMinTilesPerSplit = 4;                // below this a split costs more than it hides
-constexpr int kScoreStride = kTileTokens + 4;       // floats; 5 * 16 bytes: no bank conflicts for writes by column, reads by row
-constexpr int kPartialStride = kLatentDim;          // floats of one partial output row
+constexpr int kProbBuffers = 3;
+constexpr int kPartialSlotsPerSm = 4;               // 2 blocks per SM at most, each with an unfinished first and last request
 
 // A KV element type and the type its tensor-core products are taken in. e4m3 converts to half exactly.
 struct Bf16Kv {
@@ -40,22 +40,26 @@ struct Config {
   static constexpr int kRowBytes = kHeadDim * Kv::kBytes;
   static constexpr int kRowStride = kRowBytes + 16;  // an odd number of 16-byte units: ldmatrix meets every bank once
   static constexpr int kStageBytes = kTileTokens * kRowStride;
-  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kProbStride = (RowGroups | 1) * 16;  // bytes of one token's probabilities; odd units again
+  static constexpr int kProbBytes = kTileTokens * kProbStride;
+  static constexpr int kOwnedGroups = (RowGroups + kScoreWarps - 1) / kScoreWarps;  // row groups whose softmax a warp does
+  static constexpr int kPartialBytes = RowGroups * (kScoreWarps - 1) * 512;         // one tile's exchanged partial scores
 
   // Shared memory, in bytes from the start: fixed parts first, then as many KV stages as fit.
-  static constexpr int kBarriers = 0;                                              // mbarriers, see Barriers
-  static constexpr int kFlags = 256;                                               // int [2][4]
-  static constexpr int kRescale = kFlags + 32;                                     // float [2][rows]
-  static constexpr int kInverseSum = kRescale + 2 * kRows * 4;                     // float [2][rows]
-  static constexpr int kProbs = kInverseSum + 2 * kRows * 4;                       // 16-bit [2][rows][16]
-  static constexpr int kScores = kProbs + 2 * kRows * kTileTokens * 2;             // float [4][rows][20]
-  static constexpr int kStages0 = kScores + kScoreWarps * kRows * kScoreStride * 4;
+  static constexpr int kBarriers = 0;                                         // mbarriers, see Barriers
+  static constexpr int kFlags = 192;                                          // uint8 [3][8]: row group needs rescaling
+  static constexpr int kRescale = 256;                                        // float [3][rows]
+  static constexpr int kInverseSum = kRescale + kProbBuffers * kRows * 4;     // float [3][rows]
+  static constexpr int kProbs = kInverseSum + kProbBuffers * kRows * 4;       // 16-bit [3][16 tokens][rows + pad]
+  static constexpr int kPartials = kProbs + kProbBuffers * kProbBytes;        // float4 [2][row group][3][lane]
+  static constexpr int kStages0 = kPartials + 2 * kPartialBytes;
   static constexpr int kFit = (kMaxSharedBytes - kStages0) / kStageBytes;
   static constexpr int kStages = kFit < 8 ? kFit : 8;
   static constexpr int kSharedBytes = kStages0 + kStages * kStageBytes;
 
-  static_assert(kStages >= 3, "the pipeline needs a tile in use by each role and one in flight");
-  static_assert(kStages0 % 16 == 0 && kScores % 16 == 0 && kProbs % 16 == 0);
+  static_assert(kStages >= 4, "probabilities of tile n reuse a buffer that tile n + 1's landing proves free");
+  static_assert(8 * (2 * kStages + kProbBuffers) <= kFlags);
+  static_assert(kStages0 % 16 == 0 && kPartials % 16 == 0 && kProbs % 16 == 0);
 };
 
 // How a launch divides the rows and the context. Fixed per (batch bucket, q, heads, num_sms): safe to capture.
@@ -72,7 +76,5 @@ struct Workspace {
   float* lse;          // [slot][kMaxRows]
   float* out;          // [slot][kMaxRows][512]
 };
-
-constexpr int kPartialSlotsPerSm = 4;               // 2 blocks per SM at most, each with an unfinished first and last request
 
 }  // namespace sm120::mla

@@ -4,23 +4,24 @@
 // products are taken transposed, so that query rows are the mma's n dimension (granularity 8, not 16):
 //
 //   S^T [16 tokens x rows] = K [16 x 576] . Q^T [576 x rows]       score warps 0-3: 144 of the 576 columns each
-//   O^T [512 x rows]      += V^T [512 x 16] . P^T [16 x rows]      value warps 0-7: 64 of the 512 latents each
+//   O^T [512 x rows]      += V^T [512 x 16] . P^T [16 x rows]      value warps 0-3: 128 of the 512 latents each
 //
-//   gmem --cp.async (value warps)--> stage [16][576 + pad] --ldmatrix--> S^T partials --> scores smem
-//        scores smem --(4 partials summed, mask, online softmax)--> probs smem [rows][16]
-//        stage --ldmatrix.trans--> V^T,  probs --ldmatrix--> P^T  --> O^T in registers
+//   gmem --cp.async (value warps)--> stage [16][576 + pad] --ldmatrix--> partial S^T, 4 of them
+//        --(each row group's four partials meet in the warp that owns the group)--> online softmax --> probs [16][rows]
+//        stage --ldmatrix.trans--> V^T,  probs --ldmatrix.trans--> P^T  --> O^T in registers
 //
 // Q^T lives in the score warps' registers, O^T in the value warps'. A latent row is copied to shared memory once and
-// each of its elements is read once for the scores and once for the values, whatever the number of heads. The two roles
-// run one to two tiles apart, so softmax hides behind the other role's products.
+// each of its elements is read once for the scores and once for the values, whatever the number of heads.
+//
+// The score warps take the products of tile n + 1 around the exchange and softmax of tile n, and the value warps are a
+// tile or two behind: the tensor cores have work while partial sums and exponentials are under way.
 //
 // Barriers (mbarrier, phases counted by tile):
 //   landed[stage]  value threads' copies      -> score warps
-//   ready[2]       score warps' probabilities -> value warps
-//   done[stage]    value warps                -> stage free for the next copy, probs[tile & 1] free for tile + 2
-//   summed         score warps have read the partial scores -> they may be overwritten
-#pragma once
-
+//   ready[3]       score warps' probabilities -> value warps
+//   done[stage]    value warps                -> stage free for the next copy
+// probs[n % 3] needs no barrier of its own: it is free once tile n - 3 is done, and with 4 stages the landing of tile
+// n + 1, which took that tile's stage, already proves it.
 #include "ptx.cuh"
 #include "work.cuh"
 
@@ -28,7 +29,7 @@ namespace sm120::mla {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kRescaleSlack = 8.0f;  // the maximum a row was scaled by may be exceeded by 2^8 before O is rescaled
+constexpr float kRescaleSlack = 8.0f;  // a row's reference may be exceeded by 2^8 before its accumulators are rescaled
 
 template <int Stages>
 struct Barriers {
@@ -36,14 +37,17 @@ struct Barriers {
   __device__ uint32_t landed(int stage) const { return base + 8 * stage; }
   __device__ uint32_t done(int stage) const { return base + 8 * (Stages + stage); }
   __device__ uint32_t ready(int buffer) const { return base + 8 * (2 * Stages + buffer); }
-  __device__ uint32_t summed() const { return base + 8 * (2 * Stages + 2); }
 };
 
-// Waits until the value warps have finished tile n.
-template <int Stages>
-__device__ __forceinline__ void wait_done(const Barriers<Stages>& bars, int n) {
-  ptx::mbarrier_wait(bars.done(n % Stages), (n / Stages) & 1);
-}
+// A position in a ring of stages or buffers, advanced tile by tile.
+template <int Slots>
+struct Ring {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ void advance() {
+    if (++slot == Slots) slot = 0, parity ^= 1;
+  }
+};
 
 __device__ __forceinline__ float soft_cap(float logit, float cap) {
   const float e = ptx::exp2_approx(logit * (2.0f * kLog2e / cap));  // tanh(x) = 1 - 2 / (e^2x + 1)
@@ -57,16 +61,26 @@ struct ScoreRole {
   using Cfg = Config<Kv, RowGroups>;
   using Mma = typename Kv::Mma;
   static constexpr int kSteps = kHeadDim / kScoreWarps / 16;  // k16 steps of a warp's column quarter
+  static constexpr int kOwned = Cfg::kOwnedGroups;            // warp w owns row groups w and w + 4
 
   const Args& a;
   char* smem;
   Barriers<Cfg::kStages> bars;
   int warp, lane;
   uint32_t q[kSteps][RowGroups][2];                           // Q^T fragments
+  float s[RowGroups][4];                                      // partial S^T: (token lane / 4, + 8) x (row 2 (lane % 4), + 1)
 
-  // This thread's place in the softmax: half a row (8 tokens) of the tile.
-  int row, half;
-  float row_max, row_sum;                                     // log2 units; this thread's share of the sum
+  // Softmax state of the owned groups' two rows of this thread, log2 units. The sum is this thread's share.
+  float reference[kOwned][2], row_sum[kOwned][2];
+
+  uint32_t stages;
+  int batch, length, first_row;                               // of the current segment
+  Ring<Cfg::kStages> next;                                    // stage to multiply next
+  Ring<kProbBuffers> buffer;                                  // where the next probabilities go
+  int exchange = 0;                                           // which half of the partials
+  int tiles_done = 0;
+
+  __device__ int owned(int i) const { return warp + kScoreWarps * i; }
 
   __device__ void load_queries(int64_t first_row, int valid_rows) {
     const int g = lane / 4, t = lane % 4;
@@ -92,15 +106,18 @@ struct ScoreRole {
     }
   }
 
-  // Partial S^T of this warp's columns, [16 tokens x rows].
-  __device__ void multiply(uint32_t stage, float (&s)[RowGroups][4]) const {
+  // Adds this warp's columns [16 Begin, 16 End) of the stage to the partial S^T.
+  template <int Begin, int End>
+  __device__ void multiply(uint32_t stage) {
+    if constexpr (Begin == 0) {
 #pragma unroll
-    for (int j = 0; j < RowGroups; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.f;
+      for (int j = 0; j < RowGroups; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.f;
+    }
     const uint32_t tokens = stage + (lane % 16) * Cfg::kRowStride + warp * (Cfg::kRowBytes / kScoreWarps);
     if constexpr (Kv::kBytes == 2) {
       const uint32_t address = tokens + (lane / 16) * 16;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = Begin; step < End; ++step) {
         uint32_t k[4];
         ptx::ldmatrix_x4(k, address + step * 32);
 #pragma unroll
@@ -108,15 +125,15 @@ struct ScoreRole {
       }
     } else {
 #pragma unroll
-      for (int pair = 0; pair < kSteps; pair += 2) {
+      for (int pair = Begin; pair < End; pair += 2) {
         uint32_t raw[4];
-        if (pair + 1 < kSteps) {
+        if (pair + 1 < End) {
           ptx::ldmatrix_x4(raw, tokens + (lane / 16) * 16 + pair * 16);
         } else {
           ptx::ldmatrix_x2(raw[0], raw[1], tokens + pair * 16);
         }
 #pragma unroll
-        for (int i = 0; i < 2 && pair + i < kSteps; ++i) {
+        for (int i = 0; i < 2 && pair + i < End; ++i) {
           const uint32_t k[4] = {ptx::e4m3x2_to_half2(raw[2 * i]), ptx::e4m3x2_to_half2(raw[2 * i + 1]),
                                  ptx::e4m3x2_to_half2(raw[2 * i] >> 16), ptx::e4m3x2_to_half2(raw[2 * i + 1] >> 16)};
 #pragma unroll
@@ -126,166 +143,235 @@ struct ScoreRole {
     }
   }
 
-  __device__ void store_partial(const float (&s)[RowGroups][4]) const {
-    float* scores = reinterpret_cast<float*>(smem + Cfg::kScores) + warp * Cfg::kRows * kScoreStride;
-    const int g = lane / 4, t = lane % 4;
+  // Partials of row group j: slot 0..2 for the three warps that do not own it, a float4 a lane.
+  __device__ float4* partial(int j, int slot) const {
+    return reinterpret_cast<float4*>(smem + Cfg::kPartials + exchange * Cfg::kPartialBytes) + (j * 3 + slot) * 32 + lane;
+  }
+
+  // Sends the partials of other warps' groups to their owners; own[] keeps the rest, -inf where there is no i-th group.
+  __device__ void send_partials(float (&own)[kOwned][4]) const {
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) own[i][0] = own[i][1] = own[i][2] = own[i][3] = -INFINITY;
 #pragma unroll
     for (int j = 0; j < RowGroups; ++j) {
-      float* at = scores + (8 * j + 2 * t) * kScoreStride + g;
-      at[0] = s[j][0];
-      at[kScoreStride] = s[j][1];
-      at[8] = s[j][2];
-      at[kScoreStride + 8] = s[j][3];
+      const bool mine = ((warp - j) & 3) == 0;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) own[j / 4][c] = mine ? s[j][c] : own[j / 4][c];
+    }
+#pragma unroll
+    for (int j = 0; j < RowGroups; ++j) {
+      const int distance = (warp - j) & 3;                    // 0: own group
+      if (distance != 0) *partial(j, distance - 1) = {s[j][0], s[j][1], s[j][2], s[j][3]};
     }
   }
 
-  // The row's 8 logits in log2 units, summed over the column quarters.
-  __device__ void sum_partials(float (&x)[8]) const {
-    const float* scores = reinterpret_cast<const float*>(smem + Cfg::kScores) + row * kScoreStride + 8 * half;
+  __device__ void receive_partials(float (&own)[kOwned][4]) const {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) x[e] = 0.f;
+    for (int i = 0; i < kOwned; ++i) {
+      if (owned(i) >= RowGroups) continue;
 #pragma unroll
-    for (int part = 0; part < kScoreWarps; ++part) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float4 v = *reinterpret_cast<const float4*>(scores + part * Cfg::kRows * kScoreStride + 4 * i);
-        x[4 * i] += v.x, x[4 * i + 1] += v.y, x[4 * i + 2] += v.z, x[4 * i + 3] += v.w;
+      for (int slot = 0; slot < 3; ++slot) {
+        const float4 v = *partial(owned(i), slot);
+        own[i][0] += v.x, own[i][1] += v.y, own[i][2] += v.z, own[i][3] += v.w;
       }
     }
   }
 
-  // Hides what the row may not see among the request's own new tokens. `first_new` is x[0]'s index among them.
-  __device__ void mask(float (&x)[8], int first_new, int token, int new_tokens, const uint32_t* row_words) const {
-    const int word = max(first_new, 0) / 32;
-    uint64_t bits = 0;                                         // of new tokens 32 word .. 32 word + 63
-    if (row_words) {
-      if (word < a.p.mask_words) bits = row_words[word];
-      if (word + 1 < a.p.mask_words) bits |= uint64_t(row_words[word + 1]) << 32;
-    }
+  // Hides what a row may not see among the request's own new tokens.
+  __device__ void mask(float (&x)[kOwned][4], int tile) const {
+    const int queries = q_len(a, batch), new_tokens = min(queries, length);
+    const int first_new = tile * kTileTokens + lane / 4 - (length - new_tokens);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int j = first_new + e;
-      const bool inside = j < new_tokens && token < new_tokens;
-      const bool seen = row_words ? (bits >> (j - 32 * word)) & 1u : j <= token;
-      if (!(j < 0 || (inside && seen))) x[e] = -INFINITY;
+    for (int i = 0; i < kOwned; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int row = min(first_row + 8 * owned(i) + 2 * (lane % 4) + c % 2, queries * a.p.heads - 1);
+        const int token = row / a.p.heads, j = first_new + 8 * (c / 2);
+        bool seen = j < 0;
+        if (j >= 0 && j < new_tokens && token < new_tokens) {
+          seen = a.p.tree_mask
+                     ? (a.p.tree_mask[int64_t(q_begin(a, batch) + token) * a.p.mask_words + j / 32] >> (j % 32)) & 1u
+                     : j <= token;
+        }
+        if (!seen) x[i][c] = -INFINITY;
+      }
     }
+  }
+
+  // Moves the references of the owned rows that have risen by more than the slack. Rare: nothing is exchanged otherwise.
+  __device__ void raise_references(const float (&x)[kOwned][4]) {
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float peak = fmaxf(x[i][c], x[i][c + 2]);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+        const bool rises = peak > reference[i][c] + kRescaleSlack;
+        const float factor = rises ? ptx::exp2_approx(reference[i][c] - peak) : 1.f;  // 0 if the row saw nothing yet
+        if (rises) reference[i][c] = peak;
+        row_sum[i][c] *= factor;
+        if (lane < 4 && owned(i) < RowGroups) {
+          reinterpret_cast<float*>(smem + Cfg::kRescale)[buffer.slot * Cfg::kRows + 8 * owned(i) + 2 * lane + c] = factor;
+        }
+      }
+    }
+  }
+
+  // Online softmax of the owned rows' logits (log2 units): probabilities to shared memory.
+  __device__ void softmax(const float (&x)[kOwned][4]) {
+    bool exceeds = false;
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      exceeds |= fmaxf(x[i][0], x[i][2]) > reference[i][0] + kRescaleSlack;
+      exceeds |= fmaxf(x[i][1], x[i][3]) > reference[i][1] + kRescaleSlack;
+    }
+    const bool raises = __any_sync(~0u, exceeds);
+    if (raises) raise_references(x);
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+      float prob[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float r = reference[i][c % 2];
+        prob[c] = ptx::exp2_approx(x[i][c] - (r == -INFINITY ? 0.f : r));
+      }
+      row_sum[i][0] += prob[0] + prob[2];
+      row_sum[i][1] += prob[1] + prob[3];
+      if (owned(i) < RowGroups) {
+        char* at = smem + Cfg::kProbs + buffer.slot * Cfg::kProbBytes + lane / 4 * Cfg::kProbStride + owned(i) * 16 + lane % 4 * 4;
+        *reinterpret_cast<uint32_t*>(at) = ptx::pack2<Mma>(prob[0], prob[1]);
+        *reinterpret_cast<uint32_t*>(at + 8 * Cfg::kProbStride) = ptx::pack2<Mma>(prob[2], prob[3]);
+        if (lane == 0) reinterpret_cast<uint8_t*>(smem + Cfg::kFlags)[buffer.slot * 8 + owned(i)] = raises;
+      }
+    }
+  }
+
+  // After a segment's last tile: the divisors for the value warps, and the log-sum-exps.
+  __device__ void finish(const Segment& segment) const {
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float sum = row_sum[i][c];
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        const int row = 8 * owned(i) + 2 * (lane % 4) + c;
+        if (lane >= 4 || row >= Cfg::kRows) continue;
+        reinterpret_cast<float*>(smem + Cfg::kInverseSum)[buffer.slot * Cfg::kRows + row] =
+            sum > 0.f ? a.p.kv_scale / sum : 0.f;
+        if (first_row + row >= q_len(a, batch) * a.p.heads) continue;
+        const float lse = sum > 0.f ? (reference[i][c] + log2f(sum)) * kLn2 : -INFINITY;
+        if (segment.whole()) {
+          a.p.lse[int64_t(q_begin(a, batch)) * a.p.heads + first_row + row] = lse;
+        } else {
+          a.ws.lse[int64_t(partial_slot(a, blockIdx.x, segment.tile_begin > 0)) * kMaxRows + row] = lse;
+        }
+      }
+    }
+  }
+
+  // probs[buffer] was last used by the tile three back from this one: four back from the next.
+  __device__ void wait_probs_free() const {
+    const bool wrapped = next.slot < 4;
+    if (tiles_done >= 3) ptx::mbarrier_wait(bars.done(next.slot - 4 + (wrapped ? Cfg::kStages : 0)), next.parity ^ wrapped);
+  }
+
+  __device__ void wait_landed() const { ptx::mbarrier_wait(bars.landed(next.slot), next.parity); }
+
+  // Exchange and softmax of `tile`, whose partials are in s, with the products of the next tile around them.
+  template <bool HasNext, bool Plain>
+  __device__ void step(const Segment& segment, int tile) {
+    float x[kOwned][4];
+    const uint32_t stage = stages + next.slot * Cfg::kStageBytes;
+    if (!HasNext || Cfg::kStages > 4) wait_probs_free();
+    if constexpr (HasNext) wait_landed();
+    send_partials(x);
+    if constexpr (HasNext) multiply<0, 4>(stage);
+    ptx::named_barrier_sync(1, kScoreThreads);
+    receive_partials(x);
+    exchange ^= 1;
+    if constexpr (HasNext) {
+      multiply<4, kSteps>(stage);
+      next.advance();
+    }
+    const float scale = a.p.sm_scale * a.p.kv_scale;
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (Plain || a.p.logit_cap <= 0.f) {
+          x[i][c] *= scale * kLog2e;
+        } else {
+          x[i][c] = soft_cap(x[i][c] * scale, a.p.logit_cap) * kLog2e;
+        }
+      }
+    }
+    if constexpr (!Plain) mask(x, tile);
+    softmax(x);
+    if constexpr (!HasNext) finish(segment);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(bars.ready(buffer.slot));
+    buffer.advance();
+    ++tiles_done;
   }
 
   __device__ void run(Work work) {
-    int tile_count = 0;                                       // over all segments: selects stages, buffers and phases
-    row = warp * 16 + lane % 16;
-    half = lane / 16;
-    const bool has_rows = warp * 16 < Cfg::kRows;
-    const bool row_exists = row < Cfg::kRows;
-    row = min(row, Cfg::kRows - 1);
-    const float scale = a.p.sm_scale * a.p.kv_scale;
-    const uint32_t stages = ptx::smem_addr(smem + Cfg::kStages0);
+    stages = ptx::smem_addr(smem + Cfg::kStages0);
+    first_row = work.row_tile * Cfg::kRows;
     do {
       const Segment& segment = work.segment;
-      const int batch = segment.batch, length = kv_len(a, batch);
-      const int first_row = work.row_tile * Cfg::kRows, query_begin = q_begin(a, batch), queries = q_len(a, batch);
-      const int valid_rows = min(queries * a.p.heads - first_row, Cfg::kRows);
-      const int64_t global_row = int64_t(query_begin) * a.p.heads + first_row;
-      load_queries(global_row, valid_rows);
-      const int new_tokens = min(queries, length), prefix = length - new_tokens;
-      const int token = (first_row + min(row, valid_rows - 1)) / a.p.heads;
-      const uint32_t* row_words =
-          a.p.tree_mask ? a.p.tree_mask + int64_t(query_begin + token) * a.p.mask_words : nullptr;
-      row_max = -INFINITY;
-      row_sum = 0.f;
-
-      for (int tile = segment.tile_begin; tile < segment.tile_end; ++tile, ++tile_count) {
-        const int stage = tile_count % Cfg::kStages, buffer = tile_count % 2;
-        ptx::mbarrier_wait(bars.landed(stage), (tile_count / Cfg::kStages) & 1);
-        float s[RowGroups][4];
-        multiply(stages + stage * Cfg::kStageBytes, s);
-        if (tile_count > 0) ptx::mbarrier_wait(bars.summed(), (tile_count - 1) & 1);
-        store_partial(s);
-        ptx::named_barrier_sync(1, kScoreThreads);
-
-        float x[8];
-        if (has_rows) sum_partials(x);
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(bars.summed());
-        if (tile_count >= 2) wait_done(bars, tile_count - 2);  // frees probs[buffer]
-        if (has_rows) {
-          if (a.p.logit_cap > 0.f) {
+      batch = segment.batch;
+      length = kv_len(a, batch);
+      const int queries = q_len(a, batch), prefix = length - min(queries, length);
+      load_queries(int64_t(q_begin(a, batch)) * a.p.heads + first_row, queries * a.p.heads - first_row);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) x[e] = soft_cap(x[e] * scale, a.p.logit_cap) * kLog2e;
-          } else {
-#pragma unroll
-            for (int e = 0; e < 8; ++e) x[e] *= scale * kLog2e;
-          }
-          const int first_key = tile * kTileTokens;
-          if (first_key + kTileTokens > prefix) mask(x, first_key + 8 * half - prefix, token, new_tokens, row_words);
-          softmax(x, buffer, row_exists);
-          if (tile + 1 == segment.tile_end) finish(segment, buffer, global_row, row_exists && row < valid_rows);
-        }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(bars.ready(buffer));
+      for (int i = 0; i < kOwned; ++i) {
+        reference[i][0] = reference[i][1] = -INFINITY;
+        row_sum[i][0] = row_sum[i][1] = 0.f;
       }
+      wait_landed();
+      multiply<0, kSteps>(stages + next.slot * Cfg::kStageBytes);
+      next.advance();
+      // Tiles that lie wholly in the prefix need no mask.
+      const int plain_end = a.p.logit_cap > 0.f ? 0 : min(prefix / kTileTokens, segment.tile_end - 1);
+      int tile = segment.tile_begin;
+#pragma unroll 1
+      for (; tile < plain_end; ++tile) step<true, true>(segment, tile);
+#pragma unroll 1
+      for (; tile < segment.tile_end - 1; ++tile) step<true, false>(segment, tile);
+      step<false, false>(segment, tile);
     } while (work.next(a));
-  }
-
-  // Online softmax of this thread's 8 logits: probabilities, and the factor that O must be rescaled by, to shared memory.
-  __device__ void softmax(const float (&x)[8], int buffer, bool row_exists) {
-    float peak = x[0];
-#pragma unroll
-    for (int e = 1; e < 8; ++e) peak = fmaxf(peak, x[e]);
-    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 16));
-    const bool rises = peak > row_max + kRescaleSlack;
-    const bool rescales = rises && row_max != -INFINITY;
-    const float factor = rises ? ptx::exp2_approx(row_max - peak) : 1.f;
-    if (rises) row_max = peak;
-    const float reference = row_max == -INFINITY ? 0.f : row_max;
-    float prob[8], sum = 0.f;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      prob[e] = ptx::exp2_approx(x[e] - reference);
-      sum += prob[e];
-    }
-    row_sum = row_sum * factor + sum;
-    const bool any = __any_sync(~0u, rescales);
-    if (lane == 0) reinterpret_cast<int*>(smem + Cfg::kFlags)[buffer * 4 + warp] = any;
-    if (!row_exists) return;
-    const uint4 packed = {ptx::pack2<Mma>(prob[0], prob[1]), ptx::pack2<Mma>(prob[2], prob[3]),
-                          ptx::pack2<Mma>(prob[4], prob[5]), ptx::pack2<Mma>(prob[6], prob[7])};
-    char* probs = smem + Cfg::kProbs + buffer * Cfg::kRows * kTileTokens * 2;
-    *reinterpret_cast<uint4*>(probs + row * 32 + ((half ^ (row / 4)) & 1) * 16) = packed;
-    if (half == 0) reinterpret_cast<float*>(smem + Cfg::kRescale)[buffer * Cfg::kRows + row] = factor;
-  }
-
-  // After a segment's last tile: the divisor for the value warps, and the log-sum-exp.
-  __device__ void finish(const Segment& segment, int buffer, int64_t global_row, bool row_valid) {
-    const float sum = row_sum + __shfl_xor_sync(~0u, row_sum, 16);
-    if (half != 0) return;
-    reinterpret_cast<float*>(smem + Cfg::kInverseSum)[buffer * Cfg::kRows + row] = sum > 0.f ? a.p.kv_scale / sum : 0.f;
-    if (!row_valid) return;
-    const float lse = sum > 0.f ? (row_max + log2f(sum)) * kLn2 : -INFINITY;
-    if (segment.whole()) {
-      a.p.lse[global_row + row] = lse;
-    } else {
-      a.ws.lse[int64_t(partial_slot(a, blockIdx.x, segment.tile_begin > 0)) * kMaxRows + row] = lse;
-    }
   }
 };
 
 // ---------------------------------------------------------------------------------------------------- value warps ----
 
-// Copies KV rows, a tile at a time, ahead of their use; a half-warp per token.
+// Copies KV rows, a tile at a time, ahead of their use; 8 lanes a token, 4 tokens a warp. Slots are read 8 tiles at a
+// time, a lane per (tile, token of the warp), into two registers that take turns: the look-up's latency is not waited
+// for inside a segment.
 template <typename Kv, int RowGroups>
 struct Loader {
   using Cfg = Config<Kv, RowGroups>;
+  static constexpr int kWarpTokens = kTileTokens / kValueWarps, kBatchTiles = 32 / kWarpTokens;
+  static constexpr int kLanes = 32 / kWarpTokens, kChunks = Cfg::kRowBytes / 16;
+
   const Args& a;
   Barriers<Cfg::kStages> bars;
-  uint32_t stages;
   Work work;
-  int token, lane16, tile, issued = 0, total;
-  int length, slot;                                           // of the current segment; of the next tile's token
+  int warp, lane;
+  int left;                                                   // tiles still to issue
+  int tile, turn;                                             // next tile; its place in the two batches of slots
+  bool reused = false;                                        // the ring has gone round: stages must be waited for
+  uint32_t target;                                            // this thread's place in stage 0
+  Ring<Cfg::kStages> ring;
+  int length, even_slots, odd_slots;                          // of the current segment; this lane's slots
   const int32_t* slots;
+  const char* source;                                         // of the next tile's token
 
-  __device__ Loader(const Args& args, Barriers<Cfg::kStages> barriers, uint32_t stages_smem, const Work& w, int thread)
-      : a(args), bars(barriers), stages(stages_smem), work(w), token(thread / 16), lane16(thread % 16), total(w.left) {
+  __device__ Loader(const Args& args, Barriers<Cfg::kStages> barriers, uint32_t stages, const Work& w, int thread)
+      : a(args), bars(barriers), work(w), warp(thread / 32), lane(thread % 32), left(w.left) {
+    target = stages + (warp * kWarpTokens + lane / kLanes) * Cfg::kRowStride + lane % kLanes * 16;
     enter_segment();
   }
 
@@ -295,35 +381,58 @@ struct Loader {
     slots = a.p.req_to_token +
             int64_t(a.p.req_pool_indices[int64_t(batch) * a.p.req_pool_indices_stride]) * a.p.req_to_token_stride;
     tile = work.segment.tile_begin;
-    fetch_slot();
+    turn = 0;
+    even_slots = fetch_slot(tile);
+    odd_slots = fetch_slot(tile + kBatchTiles);
+    source = row_of(0);
   }
 
-  __device__ void fetch_slot() {
-    const int at = tile * kTileTokens + token;
-    slot = at < length ? slots[at] : -1;
+  // Past the end the last token again: finite values, whose probability is 0.
+  __device__ int fetch_slot(int first_tile) const {
+    const int at = (first_tile + lane / kWarpTokens) * kTileTokens + warp * kWarpTokens + lane % kWarpTokens;
+    return slots[min(at, length - 1)];
   }
 
-  // Issues the next tile's copy into its stage, once the value warps have left it, and fetches the slot after it.
-  __device__ void issue() {
-    if (issued == total) return;
-    const int stage = issued % Cfg::kStages;
-    if (issued >= Cfg::kStages) wait_done(bars, issued - Cfg::kStages);
-    const char* source = static_cast<const char*>(a.p.kv) + max(slot, 0) * a.p.kv_stride_bytes + lane16 * 16;
-    const uint32_t target = stages + stage * Cfg::kStageBytes + token * Cfg::kRowStride + lane16 * 16;
-    const uint32_t bytes = slot >= 0 ? 16 : 0;                // past the end: zeros, since 0 * NaN is not 0
-#pragma unroll
-    for (int i = 0; i < Cfg::kChunks / 16; ++i) ptx::cp_async_16(target + i * 256, source + i * 256, bytes);
-    if (lane16 < Cfg::kChunks % 16) {
-      ptx::cp_async_16(target + Cfg::kChunks / 16 * 256, source + Cfg::kChunks / 16 * 256, bytes);
+  // Row of this thread's token in the tile at `place` of the two batches.
+  __device__ const char* row_of(int place) const {
+    const int from = kWarpTokens * (place % kBatchTiles) + lane / kLanes;
+    int slot;
+    if (place & kBatchTiles) {
+      slot = __shfl_sync(~0u, odd_slots, from);
+    } else {
+      slot = __shfl_sync(~0u, even_slots, from);
     }
-    ptx::cp_async_arrive(bars.landed(stage));
-    ++issued;
-    if (++tile < work.segment.tile_end) {
-      fetch_slot();
-    } else if (issued < total) {
+    return static_cast<const char*>(a.p.kv) + uint64_t(uint32_t(slot)) * uint32_t(a.p.kv_stride_bytes) + lane % kLanes * 16;
+  }
+
+  // Issues the next tile's copy into its stage, once the value warps have left it.
+  __device__ void issue() {
+    if (left <= 0) return;
+    if (reused) ptx::mbarrier_wait(bars.done(ring.slot), ring.parity ^ 1);
+    const uint32_t to = target + ring.slot * Cfg::kStageBytes;
+#pragma unroll
+    for (int i = 0; i < kChunks / kLanes; ++i) ptx::cp_async_16(to + i * kLanes * 16, source + i * kLanes * 16);
+    if constexpr (kChunks % kLanes != 0) {
+      constexpr int kDone = kChunks / kLanes * kLanes * 16;
+      if (lane % kLanes < kChunks % kLanes) ptx::cp_async_16(to + kDone, source + kDone);
+    }
+    ptx::cp_async_arrive(bars.landed(ring.slot));
+  }
+
+  // Steps to the tile after the issued one. Apart from issue(), so that the address is found while copies are under way.
+  __device__ void advance() {
+    ring.advance();
+    reused |= ring.slot == 0;
+    if (--left <= 0) return;
+    if (++tile == work.segment.tile_end) {
       work.next(a);
       enter_segment();
+      return;
     }
+    turn = (turn + 1) % (2 * kBatchTiles);
+    source = row_of(turn);
+    if (turn == kBatchTiles) even_slots = fetch_slot(tile + kBatchTiles);
+    if (turn == 0) odd_slots = fetch_slot(tile + kBatchTiles);
   }
 };
 
@@ -331,7 +440,7 @@ template <typename Kv, int RowGroups>
 struct ValueRole {
   using Cfg = Config<Kv, RowGroups>;
   using Mma = typename Kv::Mma;
-  static constexpr int kTiles = kLatentDim / kValueWarps / 16;  // m16 tiles of a warp's 64 latents
+  static constexpr int kColumns = kLatentDim / kValueWarps, kTiles = kColumns / 16;  // of a warp; its m16 tiles
 
   const Args& a;
   char* smem;
@@ -347,64 +456,61 @@ struct ValueRole {
   }
 
   // A thread's accumulator columns are rows 8 j + 2 (lane % 4) and the next one.
-  __device__ void scale_rows(const float* factors) {
+  __device__ void scale_group(int j, const float* factors) {
+    const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * (lane % 4));
 #pragma unroll
-    for (int j = 0; j < RowGroups; ++j) {
-      const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * (lane % 4));
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m) o[m][j][0] *= f.x, o[m][j][1] *= f.y, o[m][j][2] *= f.x, o[m][j][3] *= f.y;
-    }
+    for (int m = 0; m < kTiles; ++m) o[m][j][0] *= f.x, o[m][j][1] *= f.y, o[m][j][2] *= f.x, o[m][j][3] *= f.y;
   }
 
+  // P^T fragments: tokens 0-7 and 8-15 of row group j.
   __device__ void load_probs(uint32_t probs, uint32_t (&p)[RowGroups][2]) const {
-    const uint32_t address = probs + (lane % 8 + lane / 16 * 8) * 32 + (((lane / 8) ^ (lane % 8 / 4)) & 1) * 16;
+    const uint32_t address = probs + lane % 16 * Cfg::kProbStride;
 #pragma unroll
     for (int j = 0; j + 1 < RowGroups; j += 2) {
       uint32_t r[4];
-      ptx::ldmatrix_x4(r, address + j * 256);
+      ptx::ldmatrix_x4_trans(r, address + (j + lane / 16) * 16);
       p[j][0] = r[0], p[j][1] = r[1], p[j + 1][0] = r[2], p[j + 1][1] = r[3];
     }
     if constexpr (RowGroups % 2 == 1) {
-      const uint32_t last = probs + (lane % 8) * 32 + (((lane / 8) ^ (lane % 8 / 4)) & 1) * 16;
-      ptx::ldmatrix_x2(p[RowGroups - 1][0], p[RowGroups - 1][1], last + (RowGroups - 1) * 256);
+      ptx::ldmatrix_x2_trans(p[RowGroups - 1][0], p[RowGroups - 1][1], address + (RowGroups - 1) * 16);
     }
   }
 
-  __device__ void multiply(uint32_t stage, const uint32_t (&p)[RowGroups][2]) {
-    const uint32_t address = stage + (lane % 8 + lane / 16 * 8) * Cfg::kRowStride + warp * 64 * Kv::kBytes;
+  // V^T of m-tiles m and m + 1, as stored.
+  __device__ void load_values(uint32_t stage, int m, uint32_t (&raw)[2][4]) const {
     if constexpr (Kv::kBytes == 2) {
-      const uint32_t column = (lane / 8 % 2) * 16;
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
-        uint32_t v[4];
-        ptx::ldmatrix_x4_trans(v, address + column + m * 32);
-#pragma unroll
-        for (int j = 0; j < RowGroups; ++j) ptx::mma_16816<Mma>(o[m][j], v, p[j]);
-      }
+      const uint32_t address =
+          stage + (lane % 8 + lane / 16 * 8) * Cfg::kRowStride + warp * kColumns * 2 + (lane / 8 % 2) * 16;
+      ptx::ldmatrix_x4_trans(raw[0], address + m * 32);
+      ptx::ldmatrix_x4_trans(raw[1], address + m * 32 + 32);
     } else {
-      // A transposed pair of e4m3 is two latents of one token; byte_perm gathers one latent of two tokens.
-      const uint32_t tokens = stage + (lane % 16) * Cfg::kRowStride + warp * 64 + lane / 16 * 16;
+      ptx::ldmatrix_x4_trans(raw[0], stage + (lane % 16) * Cfg::kRowStride + warp * kColumns + lane / 16 * 16 + m * 16);
+    }
+  }
+
+  // Adds m-tiles m and m + 1 of V^T P^T.
+  __device__ void multiply(int m, const uint32_t (&raw)[2][4], const uint32_t (&p)[RowGroups][2]) {
 #pragma unroll
-      for (int m = 0; m < kTiles; m += 2) {
-        uint32_t raw[4];
-        ptx::ldmatrix_x4_trans(raw, tokens + m * 16);
+    for (int i = 0; i < 2; ++i) {
+      uint32_t v[4];
+      if constexpr (Kv::kBytes == 2) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t low = raw[2 * i], high = raw[2 * i + 1];
-          const uint32_t v[4] = {
-              ptx::e4m3x2_to_half2(__byte_perm(low, 0, 0x20)), ptx::e4m3x2_to_half2(__byte_perm(low, 0, 0x31)),
-              ptx::e4m3x2_to_half2(__byte_perm(high, 0, 0x20)), ptx::e4m3x2_to_half2(__byte_perm(high, 0, 0x31))};
-#pragma unroll
-          for (int j = 0; j < RowGroups; ++j) ptx::mma_16816<Mma>(o[m + i][j], v, p[j]);
-        }
+        for (int r = 0; r < 4; ++r) v[r] = raw[i][r];
+      } else {
+        // A transposed pair of e4m3 is two latents of one token; byte_perm gathers one latent of two tokens.
+        const uint32_t low = raw[0][2 * i], high = raw[0][2 * i + 1];
+        v[0] = ptx::e4m3x2_to_half2(__byte_perm(low, 0, 0x20)), v[1] = ptx::e4m3x2_to_half2(__byte_perm(low, 0, 0x31));
+        v[2] = ptx::e4m3x2_to_half2(__byte_perm(high, 0, 0x20)), v[3] = ptx::e4m3x2_to_half2(__byte_perm(high, 0, 0x31));
       }
+#pragma unroll
+      for (int j = 0; j < RowGroups; ++j) ptx::mma_16816<Mma>(o[m + i][j], v, p[j]);
     }
   }
 
   // Latent column of accumulator rows lane / 4 (which = 0) and lane / 4 + 8 (which = 1) of m-tile m.
   __device__ int latent(int m, int which) const {
     const int g = lane / 4;
-    return warp * 64 + m * 16 + (Kv::kBytes == 2 ? g + 8 * which : 2 * g + which);
+    return warp * kColumns + m * 16 + (Kv::kBytes == 2 ? g + 8 * which : 2 * g + which);
   }
 
   template <typename Store>
@@ -440,27 +546,47 @@ struct ValueRole {
   __device__ void run(Work work) {
     const uint32_t stages = ptx::smem_addr(smem + Cfg::kStages0), probs = ptx::smem_addr(smem + Cfg::kProbs);
     Loader<Kv, RowGroups> loader(a, bars, stages, work, threadIdx.x - kScoreThreads);
-    for (int n = 0; n + 1 < Cfg::kStages; ++n) loader.issue();
-    int tile_count = 0;
+    for (int n = 0; n + 1 < Cfg::kStages; ++n) {
+      loader.issue();
+      loader.advance();
+    }
+    Ring<Cfg::kStages> ring;
+    Ring<kProbBuffers> buffer;
     do {
       const Segment& segment = work.segment;
       clear();
-      for (int tile = segment.tile_begin; tile < segment.tile_end; ++tile, ++tile_count) {
-        const int stage = tile_count % Cfg::kStages, buffer = tile_count % 2;
+#pragma unroll 1
+      for (int tile = segment.tile_begin; tile < segment.tile_end; ++tile) {
         loader.issue();
-        ptx::mbarrier_wait(bars.ready(buffer), (tile_count / 2) & 1);
-        const int4 flags = reinterpret_cast<const int4*>(smem + Cfg::kFlags)[buffer];
-        if (flags.x | flags.y | flags.z | flags.w) {
-          scale_rows(reinterpret_cast<const float*>(smem + Cfg::kRescale) + buffer * Cfg::kRows);
-        }
+        ptx::mbarrier_wait(bars.ready(buffer.slot), buffer.parity);
         uint32_t p[RowGroups][2];
-        load_probs(probs + buffer * Cfg::kRows * kTileTokens * 2, p);
-        multiply(stages + stage * Cfg::kStageBytes, p);
-        if (tile + 1 == segment.tile_end) {
-          scale_rows(reinterpret_cast<const float*>(smem + Cfg::kInverseSum) + buffer * Cfg::kRows);
+        load_probs(probs + buffer.slot * Cfg::kProbBytes, p);
+        const uint64_t flags = reinterpret_cast<const uint64_t*>(smem + Cfg::kFlags)[buffer.slot];
+        const uint32_t stage = stages + ring.slot * Cfg::kStageBytes;
+        uint32_t values[2][2][4];                             // loaded two m-tiles ahead of their products
+        load_values(stage, 0, values[0]);
+        if (__builtin_expect(flags != 0, 0)) {
+          const float* factors = reinterpret_cast<const float*>(smem + Cfg::kRescale) + buffer.slot * Cfg::kRows;
+#pragma unroll
+          for (int j = 0; j < RowGroups; ++j) {
+            if (flags >> (8 * j) & 0xff) scale_group(j, factors);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < kTiles; m += 2) {
+          if (m + 2 < kTiles) load_values(stage, m + 2, values[(m / 2 + 1) % 2]);
+          multiply(m, values[m / 2 % 2], p);
+        }
+        if (__builtin_expect(tile + 1 == segment.tile_end, 0)) {
+          const float* factors = reinterpret_cast<const float*>(smem + Cfg::kInverseSum) + buffer.slot * Cfg::kRows;
+#pragma unroll
+          for (int j = 0; j < RowGroups; ++j) scale_group(j, factors);
         }
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(bars.done(stage));
+        if (lane == 0) ptx::mbarrier_arrive(bars.done(ring.slot));
+        loader.advance();
+        ring.advance();
+        buffer.advance();
       }
       write_out(segment, work.row_tile);
     } while (work.next(a));
@@ -477,15 +603,14 @@ __global__ void __launch_bounds__(kThreads, 1) verify_kernel(const __grid_consta
       ptx::mbarrier_init(bars.landed(stage), kValueThreads);
       ptx::mbarrier_init(bars.done(stage), kValueWarps);
     }
-    ptx::mbarrier_init(bars.ready(0), kScoreWarps);
-    ptx::mbarrier_init(bars.ready(1), kScoreWarps);
-    ptx::mbarrier_init(bars.summed(), kScoreWarps);
+    for (int buffer = 0; buffer < kProbBuffers; ++buffer) ptx::mbarrier_init(bars.ready(buffer), kScoreWarps);
   }
-  if (threadIdx.x < 8) reinterpret_cast<int*>(smem + Cfg::kFlags)[threadIdx.x] = 0;
+  ptx::launch_dependents();                                   // the merge may be set up; it waits for this grid to end
+  if (threadIdx.x < kProbBuffers * 8) reinterpret_cast<uint8_t*>(smem + Cfg::kFlags)[threadIdx.x] = 0;
   const Work work = locate_work(a, Cfg::kRows);
   __syncthreads();
   if (work.left == 0) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (warp < kScoreWarps) {
     ScoreRole<Kv, RowGroups> role{a, smem, bars, warp, lane};
     role.run(work);

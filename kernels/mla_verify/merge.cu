@@ -1,10 +1,13 @@
 // Second launch: combines the partial results of split requests, and defines the rows that nothing computed
 // (padded requests, rows past the batch): output 0, log-sum-exp -inf. A block per query row, a thread per 4 latents.
+#include "ptx.cuh"
 #include "work.cuh"
 
 namespace sm120::mla {
 
-constexpr int kMergeThreads = kLatentDim / 4;
+constexpr int kMergeColumns = kLatentDim / 4;       // threads across a row
+constexpr int kMergeLanes = 4;                      // partials taken side by side
+constexpr int kMergeThreads = kMergeColumns * kMergeLanes;
 
 // The partials of one row: `count` of them, in slots first, first + stride, ... (the first one in `first_slot`).
 struct Partials {
@@ -43,6 +46,7 @@ __device__ int request_of(const Args& a, int token) {
 }
 
 __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ Args a) {
+  ptx::wait_for_previous_launch();
   const int64_t global_row = blockIdx.x;
   const int token = global_row / a.p.heads, rows = a.part.row_groups * 8;
   const int b = request_of(a, token);
@@ -55,34 +59,54 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   }
   if (partials.count == 1) return;                  // the block wrote the result itself
 
+  // Every warp finds the largest log-sum-exp by itself; then each lane of the block adds every kMergeLanes-th partial, and
+  // the lanes are added in order: two runs give the same bits.
   const auto lse_of = [&](int i) { return a.ws.lse[int64_t(partials.slot(i)) * kMaxRows + row_in_tile]; };
-  const int lane = threadIdx.x % 32;
   float peak = -INFINITY;
-  for (int i = lane; i < partials.count; i += 32) peak = fmaxf(peak, lse_of(i));
+  for (int i = threadIdx.x % 32; i < partials.count; i += 32) peak = fmaxf(peak, lse_of(i));
   for (int step = 16; step > 0; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
   const float reference = peak == -INFINITY ? 0.f : peak;
 
+  const int column = threadIdx.x % kMergeColumns, merge_lane = threadIdx.x / kMergeColumns;
   float sum = 0.f;
   float4 total = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-  for (int i = 0; i < partials.count; ++i) {        // in a fixed order: two runs give the same bits
+#pragma unroll 8
+  for (int i = merge_lane; i < partials.count; i += kMergeLanes) {
     const float weight = __expf(lse_of(i) - reference);
     const float4 v = reinterpret_cast<const float4*>(
-        a.ws.out + (int64_t(partials.slot(i)) * kMaxRows + row_in_tile) * kLatentDim)[threadIdx.x];
+        a.ws.out + (int64_t(partials.slot(i)) * kMaxRows + row_in_tile) * kLatentDim)[column];
     sum += weight;
     total.x += weight * v.x, total.y += weight * v.y, total.z += weight * v.z, total.w += weight * v.w;
   }
+  __shared__ float4 totals[kMergeLanes][kMergeColumns];
+  __shared__ float sums[kMergeLanes];
+  totals[merge_lane][column] = total;
+  if (column == 0) sums[merge_lane] = sum;
+  __syncthreads();
+  if (merge_lane != 0) return;
+  for (int other = 1; other < kMergeLanes; ++other) {
+    const float4 v = totals[other][column];
+    sum += sums[other];
+    total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+  }
   const float scale = sum > 0.f ? 1.f / sum : 0.f;
-  __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(total.x * scale, total.y * scale),
-                            __floats2bfloat162_rn(total.z * scale, total.w * scale)};
-  reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(a.p.out) + global_row * kLatentDim)[threadIdx.x] =
-      *reinterpret_cast<const uint2*>(pair);
-  if (threadIdx.x == 0) a.p.lse[global_row] = sum > 0.f ? peak + logf(sum) : -INFINITY;
+  const uint2 packed = {ptx::pack2<__nv_bfloat16>(total.x * scale, total.y * scale),
+                        ptx::pack2<__nv_bfloat16>(total.z * scale, total.w * scale)};
+  reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(a.p.out) + global_row * kLatentDim)[column] = packed;
+  if (column == 0) a.p.lse[global_row] = sum > 0.f ? peak + logf(sum) : -INFINITY;
 }
 
 int launch_merge(const Args& args, void* stream) {
-  merge_kernel<<<args.p.total_q * args.p.heads, kMergeThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  return cudaGetLastError();
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(args.p.total_q * args.p.heads);
+  config.blockDim = dim3(kMergeThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = args.p.early_launch ? 1 : 0;
+  return cudaLaunchKernelEx(&config, merge_kernel, args);
 }
 
 }  // namespace sm120::mla

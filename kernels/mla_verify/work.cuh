@@ -12,6 +12,9 @@ namespace sm120::mla {
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// A value that is the same in the whole warp, told to the compiler: branches on it need no reconvergence.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 __device__ __forceinline__ int kv_len(const Args& a, int b) { return a.p.kv_lens[int64_t(b) * a.p.kv_lens_stride]; }
 
 // First query token of request b in q, and how many it has.
@@ -55,7 +58,7 @@ struct Work {
     if (left <= 0) return false;
     do {
       ++segment.batch;
-      segment.tiles = ceil_div(kv_len(a, segment.batch), kTileTokens);
+      segment.tiles = ceil_div(uniform(kv_len(a, segment.batch)), kTileTokens);
     } while (segment.tiles == 0);
     segment.tile_begin = 0;
     segment.tile_end = min(segment.tiles, left);
@@ -91,7 +94,7 @@ __device__ int find_request(const Args& a, int wanted, int& first, Size size) {
 }
 
 // The block's share; left == 0 where there is none.
-__device__ inline Work locate_work(const Args& a, int rows) {
+__device__ inline Work locate_share(const Args& a, int rows) {
   const int split = blockIdx.x / a.part.row_tiles;
   const int column = blockIdx.x % a.part.row_tiles;
   Work work{};
@@ -123,6 +126,13 @@ __device__ inline Work locate_work(const Args& a, int rows) {
   const int tile_begin = wanted - first;
   work.segment = {b, tile_begin, min(tiles, tile_begin + work.left), tiles};
   return work;
+}
+
+__device__ inline Work locate_work(const Args& a, int rows) {
+  const Work w = locate_share(a, rows);
+  const Segment& s = w.segment;
+  return {uniform(w.row_tile), uniform(w.left),
+          {uniform(s.batch), uniform(s.tile_begin), uniform(s.tile_end), uniform(s.tiles)}};
 }
 
 // Where the block keeps a partial result: its first request may continue another block's, its last may go on elsewhere.

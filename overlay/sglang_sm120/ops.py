@@ -19,7 +19,7 @@ LATENT_DIM = 512
 HEAD_DIM = 576
 MAX_BATCH = 16384
 MAX_HEADS = 128
-ABI = 1
+ABI = 2
 LIBRARY_PATH = Path(__file__).parent / "lib" / "libsm120_mla.so"
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
@@ -33,9 +33,9 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("kv_stride_bytes", "req_to_token_stride")),
         *(
             (name, ctypes.c_int32)
-            for name in ("req_pool_indices_stride", "kv_lens_stride", "batch", "q_len", "total_q")
+            for name in ("req_pool_indices_stride", "kv_lens_stride", "batch", "q_len", "total_q", "heads")
         ),
-        *((name, ctypes.c_int32) for name in ("heads", "mask_words", "kv_is_fp8", "num_sms")),
+        *((name, ctypes.c_int32) for name in ("mask_words", "kv_is_fp8", "num_sms", "early_launch")),
         *((name, ctypes.c_float) for name in ("sm_scale", "kv_scale", "logit_cap")),
     ]
 
@@ -310,6 +310,7 @@ def _params(
         mask_words=mask_words,
         kv_is_fp8=kv_pool.dtype == torch.float8_e4m3fn,
         num_sms=_num_sms(q.device),
+        early_launch=torch.cuda.get_device_capability(q.device) >= (9, 0),
         sm_scale=sm_scale,
         kv_scale=kv_scale,
         logit_cap=logit_cap,

@@ -1,0 +1,95 @@
+"""Reference bundles: inputs and float64 answers of the verify kernel's cases, the same for every test language.
+
+    python tests/kernels/bundles.py OUT_DIR      # one NAME.safetensors a case, and manifest.json
+
+The manifest gives each case's shapes, seed, scales and tolerances; everything else follows from the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from reference import HEAD_DIM, mla_reference, pack_words, random_tree
+from safetensors.numpy import save_file
+
+MAX_RELATIVE_ERROR = 5e-3  # of bf16 outputs: inputs and probabilities are rounded to 8 bits
+MAX_LSE_ERROR = 1e-3
+
+
+@dataclass(frozen=True)
+class BundleCase:
+    """`q_lens` new tokens a request; equal ones are asked as a uniform batch."""
+
+    name: str
+    seed: int
+    heads: int
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    tree: bool = True
+    fp8: bool = False
+    logit_cap: float = 0.0
+    sm_scale: float = 192**-0.5
+    max_relative_error: float = MAX_RELATIVE_ERROR
+    max_lse_error: float = MAX_LSE_ERROR
+
+
+CASES = [
+    BundleCase("decode", 1, 8, (1, 1, 1), (1, 17, 700)),
+    BundleCase("chain", 2, 8, (9, 9), (300, 9), tree=False),
+    BundleCase("tree", 3, 8, (33, 33, 33), (500, 33, 64)),
+    BundleCase("tree_wide", 4, 16, (65,), (260,)),
+    BundleCase("padded", 5, 12, (9, 9, 9), (0, 120, 0)),
+    BundleCase("fp8", 6, 8, (9, 9), (333, 50), fp8=True),
+    BundleCase("soft_cap", 7, 20, (5,), (400,), logit_cap=30.0),
+    BundleCase("ragged", 8, 8, (5, 40, 1), (5, 300, 90), tree=False),
+    BundleCase("many_heads", 9, 128, (3,), (150,)),
+]
+
+
+def make(case: BundleCase) -> dict[str, np.ndarray]:
+    """Inputs (bf16 and fp8 as raw uint16 / uint8 bits) and expected float32 out and lse."""
+    rng = np.random.default_rng(case.seed)
+    batch, total = len(case.q_lens), sum(case.kv_lens)
+    slots = total + 37
+    kv_scale = 1 / 16 if case.fp8 else 1.0
+    kv = (rng.standard_normal((slots, HEAD_DIM)) / kv_scale).astype(
+        ml_dtypes.float8_e4m3fn if case.fp8 else ml_dtypes.bfloat16
+    )
+    q = rng.standard_normal((sum(case.q_lens), case.heads, HEAD_DIM)).astype(ml_dtypes.bfloat16)
+    requests = rng.permutation(batch + 2)[:batch].astype(np.int32)
+    table = np.full((batch + 2, max(*case.kv_lens, 1) + 5), 2**30, dtype=np.int32)
+    order, taken = rng.permutation(slots), 0
+    for row, length in zip(requests, case.kv_lens, strict=True):
+        table[row, :length] = order[taken : taken + length]
+        taken += length
+    visible = np.zeros((sum(case.q_lens), max(case.q_lens)), dtype=bool)
+    indptr = np.concatenate([[0], np.cumsum(case.q_lens)]).astype(np.int32)
+    for b, q_len in enumerate(case.q_lens):
+        own = random_tree(q_len, rng) if case.tree else np.tri(q_len, dtype=bool)
+        visible[indptr[b] : indptr[b + 1], :q_len] = own
+    lens = np.array(case.kv_lens, dtype=np.int32)
+    out, lse = mla_reference(
+        q.astype(np.float64), kv.astype(np.float64), table, requests, lens, indptr, visible,
+        sm_scale=case.sm_scale, kv_scale=kv_scale, logit_cap=case.logit_cap,
+    )  # fmt: skip
+    return {
+        "q": q.view(np.uint16), "kv": kv.view(np.uint8 if case.fp8 else np.uint16), "req_to_token": table,
+        "req_pool_indices": requests, "kv_lens": lens, "qo_indptr": indptr, "tree_mask": pack_words(visible),
+        "kv_scale": np.float32([kv_scale]), "out": out.astype(np.float32), "lse": lse.astype(np.float32),
+    }  # fmt: skip
+
+
+def write(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for case in CASES:
+        save_file(make(case), str(folder / f"{case.name}.safetensors"))
+    (folder / "manifest.json").write_text(json.dumps([asdict(case) for case in CASES], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

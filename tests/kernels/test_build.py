@@ -1,0 +1,76 @@
+"""What the compiler says of the kernels, on a machine without a GPU: they fit sm_120's shared memory and spill nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools import kernels
+
+# Both ends of the span that the .so serves; sm_121a is sm_120a's twin and is compiled by `make kernels`.
+ARCHS = ("sm_90", "sm_120a")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc on this machine")
+    return kernels.build(ARCHS, tmp_path_factory.mktemp("lib"))
+
+
+@pytest.fixture(scope="module")
+def usages(library: Path) -> list[kernels.Usage]:
+    return kernels.compiler_report(ARCHS)
+
+
+def test_every_instance_fits_and_spills_nothing(usages: list[kernels.Usage]) -> None:
+    verify = [u for u in usages if u.kernel.startswith("mla_verify")]
+    assert len(verify) == 2 * 6 * len(ARCHS), "every KV type and row count, on every architecture"
+    assert kernels.check(usages) == []
+
+
+def test_check_names_what_is_wrong() -> None:
+    fat = kernels.Usage("mla_verify bf16 48 rows", "sm_120a", shared_bytes=kernels.MAX_SHARED_BYTES + 1)
+    spilled = kernels.Usage("merge_kernel", "sm_90", spill_bytes=8)
+    problems = kernels.check([fat, spilled])
+    assert "101377 B of shared memory" in problems[0] and "merge_kernel on sm_90: spills 8 B" in problems[1]
+
+
+def test_disassembly_has_the_instructions_meant(library: Path) -> None:
+    if kernels.find_cuobjdump() is None:
+        pytest.skip("no cuobjdump: pip install nvidia-cuda-cuobjdump")
+    mixes = kernels.disassembly(library)
+    for (kernel, arch), mix in mixes.items():
+        if kernel.startswith("mla_verify"):
+            assert mix["HMMA"] and mix["LDGSTS"] and mix["LDSM"], (
+                kernel,
+                arch,
+                "mma, asynchronous copies and ldmatrix",
+            )
+            assert not mix["LDL"] and not mix["STL"], (kernel, arch, "local memory")
+            assert not mix["HGMMA"] and not mix["UTCMMA"], (kernel, arch, "instructions that sm_120 lacks")
+    assert sum(kernel.startswith("mla_verify") for kernel, _ in mixes) == 2 * 6 * len(ARCHS)
+
+
+def test_host_and_python_agree_on_shared_memory(usages: list[kernels.Usage]) -> None:
+    largest = max(u.shared_bytes for u in usages)
+    assert largest <= kernels.MAX_SHARED_BYTES
+    assert min(u.shared_bytes for u in usages if u.kernel.startswith("mla_verify")) > 102_400 // 2, (
+        "one block a multiprocessor"
+    )
+
+
+def test_unknown_architecture_is_one_clear_error() -> None:
+    with pytest.raises(kernels.KernelError, match="unknown architecture 'sm_75'"):
+        kernels._gencode("sm_75")
+
+
+def test_source_hash_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "kernels"
+    shutil.copytree(kernels.SOURCES, copy)
+    monkeypatch.setattr(kernels, "SOURCES", copy)
+    before = kernels.source_hash()
+    (copy / "include" / "ptx.cuh").write_text("// changed\n")
+    assert kernels.source_hash() != before
