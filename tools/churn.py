@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from sglang_sm120.kvdefrag.census import Runs
     from sglang_sm120.kvdefrag.compactor import Survey
 
 HASH_PRIME = 16_777_213  # below 2^24: every hash is exact in float32
@@ -51,7 +52,7 @@ def prefix_hashes(tokens: list[int], before: int = 0) -> list[int]:
 
 @dataclass
 class Cost:
-    """Host seconds of upstream's allocation and release calls, and how many scheduler steps they served."""
+    """CPU seconds of upstream's allocation and release calls, and how many scheduler steps they served."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -59,9 +60,9 @@ class Cost:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Add the time of the block."""
-        begin = time.perf_counter()
+        begin = time.thread_time()
         yield
-        self.seconds += time.perf_counter() - begin
+        self.seconds += time.thread_time() - begin
 
 
 @dataclass
@@ -211,6 +212,15 @@ class World:
 
         kvs = [req.kv for req in self.running]
         return Survey.take(Holders(kvs, self.rows.req_to_token, self.tree, self.allocator))
+
+    def survey_runs(self) -> Runs:
+        """Runs of all running requests' rows, without taking anybody's extents back."""
+        from sglang_sm120.kvdefrag import census
+
+        table, page = self.rows.req_to_token, self.page_size
+        rows = [table[r.kv.req_pool_idx, : r.kv.kv_allocated_len : page] // page for r in self.running]
+        counts = census.run_counts(rows, self.device)
+        return census.Runs(sum(len(row) for row in rows), int(counts.sum()))
 
     def compact(self, window: int, budget_units: int, at_stage: Callable[[str], None] = lambda _: None) -> int:
         """One pass of compaction over both pools; the gaps it closed."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-# Evicting a little more than asked, a 256th of the pool, keeps merges rare once the prefix cache has filled it.
-EVICTION_SLACK = 256
+# Evicting a little more than asked, a 64th of the pool, keeps merges rare once the prefix cache has filled it.
+EVICTION_SLACK = 64
+# Decode steps whose slots are read from the rows at once.
+LOOKAHEAD_STEPS = 64
 
 
-@dataclass(frozen=True)
-class Want:
+class Want(NamedTuple):
     """Slots that a row must have (`need`) and should have (`wish`) reserved from `position` on."""
 
     row: int
@@ -79,6 +80,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         """Take over the pool of `stock`; `extent_tokens` is the size of a soft page."""
         self.extent_tokens = extent_tokens
         self._table = rows.req_to_token
+        self._width = self._table.shape[1]
         super().__init__(stock.size, stock.dtype, stock.device, stock.get_kvcache(), need_sort=False)
         rows._on_alloc_rows = self._reclaim_rows
 
@@ -213,6 +215,11 @@ class ExtentAllocator(TokenToKVPoolAllocator):
             self._drop(want.row)
         return self._end[want.row] - self._start[want.row]
 
+    def _ensure_some(self, short: list[Want], everybody: Callable[[], list[Want]]) -> bool:
+        """`_ensure` for the rows that are short; for everybody in the batch if extents must be trimmed for it."""
+        growth = sum(self._whole_extents(want, self._held(want)) for want in short)
+        return self._ensure(short if growth <= self._unreserved() else everybody())
+
     def _ensure(self, wants: Sequence[Want]) -> bool:
         """Reserve what is needed; whole extents, up to what is wished, while the free list has them."""
         held = [self._held(want) for want in wants]
@@ -222,21 +229,28 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         if sum(counts) > self._unreserved():
             self.trim()
             held, counts = [0] * len(wants), [want.need for want in wants]
+        if not any(counts):
+            return True
         slots = self._take(sum(counts))
         if slots is None:
             return False
-        parts = slots.to(self._table.dtype).split(counts)
-        for want, n, count, part in zip(wants, held, counts, parts, strict=True):
-            begin = want.position + n
-            self._table[want.row, begin : begin + count] = part
-            self._start[want.row], self._end[want.row] = want.position, begin + count
-        self._reserved_tokens += len(slots)
+        slots = slots.to(self._table.dtype)
+        taken = 0
+        for want, n, count in zip(wants, held, counts, strict=True):
+            if count:
+                begin = want.position + n
+                self._table[want.row, begin : begin + count] = slots[taken : taken + count]
+                self._start[want.row], self._end[want.row] = want.position, begin + count
+                taken += count
+        self._reserved_tokens += taken
         return True
 
     def _whole_extents(self, want: Want, held: int) -> int:
         """Slots to add so that a row reaches its wish in whole extents, within the width of its row."""
+        if held >= want.wish:
+            return 0
         extents = -(-(want.wish - held) // self.extent_tokens)
-        return min(max(extents, 0) * self.extent_tokens, self._table.shape[1] - want.position - held)
+        return min(extents * self.extent_tokens, self._width - want.position - held)
 
     # -- extend, decode and verify --
 
@@ -257,8 +271,8 @@ class ExtentAllocator(TokenToKVPoolAllocator):
             return sum(-(-n // self.extent_tokens) for n in batch.extend_lens) * self.extent_tokens
         if self._serves(batch):
             return 0
-        self._settle()
-        return sum(self._whole_extents(want, self._held(want)) for want in self._decode_wants(batch))
+        half, end = self._half_extent(), self._end
+        return sum(end[r.kv.req_pool_idx] - r.kv.kv_allocated_len < half for r in batch.reqs) * self.extent_tokens
 
     def _alloc_extend(self, batch: ScheduleBatch, count: int) -> torch.Tensor | None:
         """Slots of a prefill batch, `[extend_num_tokens]`; the rest of each last extent stays with its request."""
@@ -295,19 +309,21 @@ class ExtentAllocator(TokenToKVPoolAllocator):
     def _serves(self, batch: ScheduleBatch) -> bool:
         return isinstance(self._steps, DecodeSteps) and self._steps.serves(batch.reqs)
 
-    def _decode_wants(self, batch: ScheduleBatch) -> list[Want]:
-        """One slot now, and half an extent so that looking ahead pays."""
-        half = max(self.extent_tokens // 2, 1)
-        return [Want(req.kv.req_pool_idx, req.kv.kv_allocated_len, 1, half) for req in batch.reqs]
+    def _half_extent(self) -> int:
+        """What a decoding request should have left, so that looking ahead pays."""
+        return max(self.extent_tokens // 2, 1)
 
     def _look_ahead(self, batch: ScheduleBatch) -> DecodeSteps | None:
-        wants = self._decode_wants(batch)
-        if not self._ensure(wants):
+        half, start, end = self._half_extent(), self._start, self._end
+        places = [(req.kv.req_pool_idx, req.kv.kv_allocated_len) for req in batch.reqs]
+        short = [Want(row, at, 1, half) for row, at in places if start[row] != at or end[row] - at < half]
+        if short and not self._ensure_some(short, lambda: [Want(row, at, 1, half) for row, at in places]):
             return None
-        steps = min(self._end[w.row] - self._start[w.row] for w in wants)
+        start, end = self._start, self._end
+        steps = min(LOOKAHEAD_STEPS, *[end[row] - at for row, at in places])
         positions = batch.seq_lens[None, :] + torch.arange(steps, device=self.device)[:, None]
         slots = self._table[batch.req_pool_indices[None, :], positions].to(torch.int64)
-        return DecodeSteps(batch.reqs, [w.row for w in wants], slots)
+        return DecodeSteps(batch.reqs, [row for row, _ in places], slots)
 
     def reserve_verify_batch(self, tree_cache: BasePrefixCache, reqs: list[Req], lens: list[int]) -> bool:
         """Have each request's row allocated up to `lens`; False if the pool is too full."""
@@ -315,11 +331,14 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         if not (isinstance(self._steps, VerifySteps) and self._steps.rows == rows):
             self._settle()
         before = [req.kv.kv_allocated_len for req in reqs]
-        if any(n > self._end[row] for row, n in zip(rows, lens, strict=True)) or self._steps is None:
+        steady = self._steps is not None
+        short = [i for i, (row, n) in enumerate(zip(rows, lens, strict=True)) if n > self._end[row] or not steady]
+        if short:
             self._settle()
             wants = [Want(row, b, n - b, n - b) for row, b, n in zip(rows, before, lens, strict=True)]
-            self.evict_to_free_tokens(tree_cache, sum(self._whole_extents(w, self._held(w)) for w in wants))
-            if not self._ensure(wants):
+            growing = [wants[i] for i in short]
+            self.evict_to_free_tokens(tree_cache, sum(self._whole_extents(w, self._held(w)) for w in growing))
+            if not self._ensure_some(growing, lambda: wants):
                 return False
         self._steps = VerifySteps(rows, lens)
         self._reserved_tokens -= sum(lens) - sum(before)
