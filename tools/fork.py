@@ -101,7 +101,7 @@ def _kernels(project: Project, options: argparse.Namespace) -> KernelLibrary | N
             return None
         raise ForkError(f"{error}; or build without CUDA kernels: --no-kernels") from None
     say(f"kernels: compiling for {' '.join(options.archs)} (minutes the first time)")
-    library = kernels.build(options.archs, project.build / "kernels")
+    library = kernels.build_for_release(options.archs, project.build / "kernels")
     return KernelLibrary(library, kernels.source_hash(), tuple(options.archs))
 
 

@@ -58,10 +58,10 @@ def _gencode(arch: str) -> str:
     return f"-gencode arch={arch.replace('sm_', 'compute_')},code={arch}"
 
 
-def _ninja_text(archs: tuple[str, ...], nvcc: str, library: Path) -> str:
+def _ninja_text(archs: tuple[str, ...], nvcc: str, library: Path, sources: Path, flags: str) -> str:
     """The build as ninja rules: an object per .cu for all architectures, its compiler report beside it as .log."""
-    includes = " ".join(f"-I{SOURCES / folder}" for folder in INCLUDES)
-    command = f"{nvcc} {FLAGS} {includes} {' '.join(map(_gencode, archs))}"
+    includes = " ".join(f"-I{sources / folder}" for folder in INCLUDES)
+    command = f"{nvcc} {flags} {includes} {' '.join(map(_gencode, archs))}"
     lines = [
         "ninja_required_version = 1.8",
         "rule compile",
@@ -70,11 +70,11 @@ def _ninja_text(archs: tuple[str, ...], nvcc: str, library: Path) -> str:
         "  deps = gcc",
         "  description = nvcc $in",
         "rule link",
-        f"  command = {nvcc} -shared -cudart static {' '.join(map(_gencode, archs))} $in -o $out",
+        f"  command = {nvcc} -shared -cudart static -Xlinker -s {' '.join(map(_gencode, archs))} $in -o $out",
         "  description = link $out",
     ]
     objects = []
-    for source in sorted(SOURCES.rglob("*.cu")):
+    for source in sorted(sources.rglob("*.cu")):
         objects.append(f"{source.parent.name}.{source.stem}.o")
         lines.append(f"build {objects[-1]}: compile {source}")
     return "\n".join([*lines, f"build {library}: link {' '.join(objects)}", ""])
@@ -84,13 +84,36 @@ def _objects_dir(archs: tuple[str, ...]) -> Path:
     return BUILD / "-".join(archs)
 
 
-def build(archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS, out_dir: Path = OVERLAY_LIB) -> Path:
+def build_for_release(archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS, out_dir: Path = OVERLAY_LIB) -> Path:
+    """`build` whose library has the same bytes wherever this repository lies.
+
+    nvcc writes the absolute path and the time of a source into symbols, so the sources are compiled in a folder whose
+    name depends on nothing but their content, at one fixed time. Line tables and the symbol table hold process ids and
+    are left out.
+    """
+    staged = Path("/tmp") / f"sm120_mla-{source_hash()[:16]}"
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.copytree(SOURCES, staged)
+    for path in staged.rglob("*"):
+        os.utime(path, (0, 0))
+    library = build(archs, out_dir, sources=staged, flags=FLAGS.replace("-lineinfo ", ""))
+    shutil.rmtree(staged)
+    return library
+
+
+def build(
+    archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS,
+    out_dir: Path = OVERLAY_LIB,
+    sources: Path = SOURCES,
+    flags: str = FLAGS,
+) -> Path:
     """Compiles what changed and links `out_dir/libsm120_mla.so` for `archs`; returns its path."""
     archs = tuple(archs)
-    folder, library = _objects_dir(archs), Path(out_dir).resolve() / LIBRARY
+    folder = _objects_dir(archs) if sources == SOURCES else _objects_dir(archs) / sources.name
+    library = Path(out_dir).resolve() / LIBRARY
     folder.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(_ninja_text(archs, find_nvcc(), library))
+    (folder / "build.ninja").write_text(_ninja_text(archs, find_nvcc(), library, sources, flags))
     ninja = shutil.which("ninja")
     if ninja is None:
         raise KernelError("no ninja: `pip install ninja`")
