@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import torch
 from sglang.srt.models.dflash import candidate_topk
 from torch import Tensor, nn
 
+from sglang_sm120.attention.reference import mask_words
 from sglang_sm120.ddtree.tree import DraftTree, build_trees
 
 
@@ -30,3 +32,31 @@ class TreeDrafter:
         ids, values, normalizer = candidate_topk(hidden.flatten(0, 1), self.lm_head, self.topk, with_partition=True)
         log_probs = values.float() - normalizer.float().view(-1, 1)
         return build_trees(roots, ids.view(batch, depth, -1), log_probs.view(batch, depth, -1), self.budget)
+
+
+class CapturedDrafter:
+    """A `TreeDrafter` as the tail of the draft graph: a replay leaves the trees here, at fixed addresses.
+
+    What a graph allocates is good until the next graph of its pool runs, and the walk comes after the target's.
+    """
+
+    def __init__(self, drafter: TreeDrafter, max_batch_size: int, device: torch.device) -> None:
+        self.drafter = drafter
+        shape = (max_batch_size, drafter.budget + 1)
+        self._trees = DraftTree(
+            tokens=torch.zeros(shape, dtype=torch.int64, device=device),
+            parents=torch.zeros(shape, dtype=torch.int32, device=device),
+            depths=torch.zeros(shape, dtype=torch.int32, device=device),
+            words=torch.zeros((*shape, mask_words(shape[1])), dtype=torch.int32, device=device),
+        )
+
+    def __call__(self, hidden_states: Tensor, input_ids: Tensor) -> None:
+        """Called under capture with all block outputs and block ids."""
+        roots = input_ids.view(-1, self.drafter.block_size)[:, 0].contiguous()
+        built = self.drafter.build(hidden_states, roots)
+        for part in fields(DraftTree):
+            getattr(self._trees, part.name)[: len(roots)].copy_(getattr(built, part.name))
+
+    def trees(self, batch_size: int) -> DraftTree:
+        """The trees of the last replay."""
+        return DraftTree(*(getattr(self._trees, part.name)[:batch_size] for part in fields(DraftTree)))

@@ -138,7 +138,8 @@ def walk(tree: DraftTree, choices: Tensor, max_depth: int) -> Path:
         commit_lens=torch.empty((batch,), dtype=torch.int32, device=choices.device),
     )
     _walk[(batch,)](
-        tree.tokens, tree.parents, choices.contiguous(), path.nodes, path.tokens, path.commit_lens,
+        tree.tokens.contiguous(), tree.parents.contiguous(), choices.contiguous(),
+        path.nodes, path.tokens, path.commit_lens,
         D=max_depth, Q=width, SLOTS=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return path

@@ -53,6 +53,10 @@ class DraftTree:
         """Nodes a request, root and padding included."""
         return self.tokens.shape[1]
 
+    def first(self, width: int) -> DraftTree:
+        """The trees of budget `width - 1`: a best-first tree is the beginning of every larger one. Views."""
+        return DraftTree(*(part[:, :width] for part in (self.tokens, self.parents, self.depths, self.words)))
+
 
 @dataclass(frozen=True)
 class Path:
@@ -109,6 +113,12 @@ def build_trees(roots: Tensor, ids: Tensor, log_probs: Tensor, budget: int) -> D
 
         return kernels.build_trees(roots, ids, log_probs, budget)
     return build_trees_torch(roots, ids, log_probs, budget)
+
+
+def lone_roots(roots: Tensor) -> DraftTree:
+    """Trees of the root alone: a step without speculation."""
+    column = torch.zeros((len(roots), 1), dtype=torch.int32, device=roots.device)
+    return DraftTree(roots[:, None], column - 1, column, column[..., None] + 1)
 
 
 def _check(ids: Tensor, budget: int) -> None:

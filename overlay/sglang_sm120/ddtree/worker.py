@@ -19,16 +19,18 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.draft_worker_common import build_block_pos_offsets, make_draft_block_spec_info
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_tp_context
 from torch import Tensor
 
+from sglang_sm120 import ops
 from sglang_sm120.ddtree import tree as trees
 from sglang_sm120.ddtree import verify
-from sglang_sm120.ddtree.draft import TreeDrafter
+from sglang_sm120.ddtree.adaptive import AdaptiveWidth
+from sglang_sm120.ddtree.draft import CapturedDrafter, TreeDrafter
 from sglang_sm120.ddtree.tree import DraftTree, Path
 from sglang_sm120.ddtree.verify import TreeVerifyInput
 
@@ -43,14 +45,15 @@ class DDTreeWorker(DFlashWorkerV2):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spec = get_spec()
-        self.width = int(spec.speculative_num_draft_tokens)
+        self.widest = int(spec.speculative_num_draft_tokens)
         self._use_block_size(int(spec.speculative_dflash_block_size))
         self.drafter = TreeDrafter(
             lm_head=unwrap_lora_layer(self.model_runner.model.lm_head),
             block_size=self.block_size,
             topk=int(spec.speculative_ddtree_topk),
-            budget=self.width - 1,
+            budget=self.widest - 1,
         )
+        self.adaptive: AdaptiveWidth | None = None
 
     def _use_block_size(self, block_size: int) -> None:
         """Upstream has one width for block and verify window; here the block keeps its own."""
@@ -58,6 +61,17 @@ class DDTreeWorker(DFlashWorkerV2):
         self.draft_model.set_block_size(block_size)
         self._block_pos_offsets = build_block_pos_offsets(length=block_size, device=self.device)
         self._draft_block_spec_info = make_draft_block_spec_info(draft_token_num=block_size, device=self.device)
+
+    def _maybe_build_draft_sampler(self) -> CapturedDrafter:
+        """Upstream's hook for what ends the draft graph: for us, top-K and the tree."""
+        max_batch_size = max(get_exec().graph.cuda_graph_config.decode.bs)
+        return CapturedDrafter(self.drafter, max_batch_size, self.device)
+
+    def init_cuda_graphs(self) -> None:
+        """Capture the draft block, and with --speculative-ddtree-adaptive every width offered."""
+        super().init_cuda_graphs()
+        if get_spec().speculative_ddtree_adaptive:
+            self.adaptive = AdaptiveWidth(self)
 
     def forward_batch_generation(
         self,
@@ -82,7 +96,11 @@ class DDTreeWorker(DFlashWorkerV2):
     def move_target_kv(self, sources: Tensor, targets: Tensor, moved: Tensor) -> None:
         """Copy slots `sources [B, n]` of the target's pool to `targets` where `moved`, in every layer."""
         pool = self.model_runner.token_to_kv_pool
-        pool.move_kv_cache(targets[moved], sources[moved])
+        if sources.is_cuda:
+            row_bytes = pool.kv_buffer[0][0].nbytes
+            ops.move_kv(pool.data_ptrs, row_bytes, sources.flatten(), torch.where(moved, targets, -1).flatten())
+        else:
+            pool.move_kv_cache(targets[moved], sources[moved])
 
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
         """Upstream warns here that it will verify a sampling request greedily; the tree walk never does."""
@@ -98,7 +116,8 @@ class _Step:
     def __init__(self, worker: DDTreeWorker, batch: ScheduleBatch) -> None:
         self.worker, self.batch = worker, batch
         self.runner = worker.model_runner
-        self.block, self.width = worker.block_size, worker.width
+        self.block = worker.block_size
+        self.width = worker.widest if worker.adaptive is None else worker.adaptive.choose(batch)
         self.roots = batch.spec_info.bonus_tokens.view(-1)
         self.prefix_lens = batch.seq_lens
         self.bs = len(batch.seq_lens)
@@ -106,14 +125,16 @@ class _Step:
 
     def run(self, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         self.slots, self.plan = self._window()
-        tree = self._draft()
+        tree = self._draft() if self.width > 1 else trees.lone_roots(self.roots)
         grammar = GrammarTree.from_device(*trees.links(tree), tree.tokens) if self.batch.has_grammar else None
         output, positions = self._verify(tree)
         logits = output.logits_output
         choices = self._choices(logits, positions, grammar, grammar_barrier)
-        path = trees.walk(tree, choices.view(self.bs, self.width), self.block - 1)
+        path = trees.walk(tree, choices.view(self.bs, self.width), min(self.block, self.width) - 1)
         new_seq_lens = self.prefix_lens + path.commit_lens.to(self.prefix_lens.dtype)
         self._move_path_to_front(path)
+        if self.worker.adaptive is not None:
+            self.worker.adaptive.record(path, self.width)
         if self.batch.return_logprob:
             first_node = torch.arange(self.bs, device=choices.device)[:, None] * self.width
             compute_spec_logprobs(self.batch, logits, choices, accept_index=path.nodes + first_node)
@@ -130,7 +151,7 @@ class _Step:
                 bonus_tokens=path.bonus, new_seq_lens=new_seq_lens
             ),
             speculative_num_draft_tokens=self.width,
-            speculative_output_stride=self.block,
+            speculative_output_stride=path.tokens.shape[1],
             new_seq_lens=new_seq_lens,
         )
 
@@ -186,14 +207,19 @@ class _Step:
         self.plan.bind(forward_batch, worker.draft_model_runner.kv_index_translator, cols=slice(0, block))
         with torch.inference_mode(), draft_tp_context(worker.draft_parallel_layout):
             output = worker.draft_model_runner.forward(forward_batch)
-            return worker.drafter.build(output.logits_output.hidden_states, self.roots)
+            if output.can_run_graph and worker._draft_sampler is not None:
+                tree = worker._draft_sampler.trees(self.bs)
+            else:
+                tree = worker.drafter.build(output.logits_output.hidden_states, self.roots)
+        return tree.first(self.width)
 
     def _verify(self, tree: DraftTree) -> tuple[Any, Tensor]:
         """One target pass over all nodes; siblings share the position of their depth."""
         batch = self.batch
         positions = (self.prefix_lens[:, None] + tree.depths).flatten()
         # The backend reads the mask from this buffer, also in a graph replay.
-        self.runner.attn_backend.tree_words[: self.bs * self.width].copy_(tree.words.view(self.bs * self.width, -1))
+        rows = self.runner.attn_backend.tree_words[: self.bs * self.width, : tree.words.shape[2]]
+        rows.copy_(tree.words.flatten(0, 1))
         verify_input = TreeVerifyInput(
             draft_token=tree.tokens.flatten(),
             positions=positions,
@@ -242,13 +268,13 @@ class _Step:
 
     def _append_draft_kv(self, hidden: Tensor, path: Path) -> None:
         """Give the drafter the hidden states of the committed tokens, at chain positions."""
-        worker, block = self.worker, self.block
+        worker, block = self.worker, path.nodes.shape[1]
         rows = path.nodes + torch.arange(self.bs, device=path.nodes.device)[:, None] * self.width
         slots = worker._draft_write_ids(self.plan).view(self.bs, self.width)[:, :block].contiguous()
         worker._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=hidden[rows.flatten()],
             cache_loc=slots.flatten(),
             cache_loc_2d=slots,
-            positions=(self.prefix_lens[:, None] + worker._block_pos_offsets).flatten(),
+            positions=(self.prefix_lens[:, None] + worker._block_pos_offsets[:block]).flatten(),
             commit_lens=path.commit_lens,
         )

@@ -1,0 +1,99 @@
+"""What `--speculative-algorithm DDTREE` refuses at start, naming the flag, and the widths it resolves."""
+
+from __future__ import annotations
+
+import types
+
+import pair
+import pytest
+
+pytest.importorskip("sglang", reason="the patched sglang is not installed here: run `make install`")
+
+BASE = ["--model-path", str(pair.TARGET), "--device", "cpu", "--attention-backend", "sm120_mla"]
+
+
+def resolve(*flags: str):
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    args = prepare_server_args([*BASE, *flags])
+    args.resolve_once()
+    return args
+
+
+def resolved(*flags: str):
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(resolve(*flags))
+
+
+@pytest.mark.parametrize("budget, width", [(7, 8), (8, 9), (16, 17), (64, 65)])
+def test_the_verify_width_covers_block_and_tree(budget, width):
+    args = resolved(*pair.ddtree_flags(budget))
+    assert args.speculative_num_draft_tokens == width
+    assert args.speculative_dflash_block_size == 8, "the budget must not drag the draft block with it"
+
+
+def test_overlap_scheduling_stays_on():
+    assert not resolved(*pair.ddtree_flags(16)).disable_overlap_schedule
+
+
+REFUSED = [
+    ("--attention-backend", "torch_native"),
+    ("--decode-attention-backend", "torch_native"),
+    ("--prefill-attention-backend", "torch_native"),
+    ("--speculative-ddtree-budget", "6"),
+    ("--speculative-ddtree-budget", "1024"),
+    ("--speculative-ddtree-topk", "0"),
+    ("--speculative-ddtree-topk", "129"),
+    ("--speculative-dflash-block-size", "1"),
+    ("--speculative-num-draft-tokens", "8"),
+    ("--speculative-accept-threshold-single", "0.5"),
+    ("--speculative-accept-threshold-acc", "0.5"),
+    ("--speculative-use-rejection-sampling",),
+    ("--speculative-draft-window-size", "64"),
+    ("--enable-two-batch-overlap",),
+    ("--enable-lora",),
+    ("--enable-return-routed-experts",),
+    ("--enable-return-indexer-topk",),
+    ("--enable-watermark",),
+    ("--enable-unified-memory",),
+    ("--pp-size", "2"),
+    ("--dcp-size", "2"),
+    ("--attn-cp-size", "2", "--tp-size", "2"),
+    ("--disaggregation-mode", "decode"),
+]
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
+def test_refused_with_the_flag_named(flags):
+    with pytest.raises((ValueError, AssertionError), match=flags[0]):
+        resolve(*pair.ddtree_flags(16), *flags)
+
+
+def test_a_missing_drafter_is_named():
+    with pytest.raises(ValueError, match="--speculative-draft-model-path"):
+        resolve("--speculative-algorithm", "DDTREE")
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("min_new_tokens", 3),
+        ("watermark", object()),
+    ],
+)
+def test_requests_that_trees_cannot_serve_are_refused(monkeypatch, field, value):
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang_sm120.ddtree import algorithm
+
+    monkeypatch.setattr(algorithm, "_is_ddtree", lambda: True)
+    params = SamplingParams()
+    request = types.SimpleNamespace(sampling_params=params, return_sampling_mask=False, return_hidden_states=False)
+    assert algorithm._refuse_request(None, request, True) is None
+    setattr(params, field, value)
+    assert field in algorithm._refuse_request(None, request, True)
