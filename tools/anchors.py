@@ -61,7 +61,9 @@ def anchors_of(repo: Repo, commit: str) -> list[str]:
     diff = repo.git.diff_tree("-p", "-U0", "--full-index", "--no-renames", "--no-commit-id", commit)
     anchors: set[str] = set()
     for file in PatchSet(diff):
-        if not file.path.endswith(".py") or file.is_added_file or file.is_removed_file or file.is_binary_file:
+        # Not file.is_added_file: at -U0 that is also true of lines inserted at the top.
+        whole = "/dev/null" in (file.source_file, file.target_file) or file.is_binary_file
+        if whole or not file.path.endswith(".py"):
             anchors.add(f"{file.path}::{FILE}")
         else:
             anchors |= {f"{file.path}::{name}" for name in _qualnames(repo, commit, file)}

@@ -41,7 +41,7 @@ Entries = dict[str, tuple[bool, bytes]]
 
 @dataclass(frozen=True)
 class KernelLibrary:
-    """The compiled kernels that go into a wheel, the hash of the sources they were made from, and the GPUs they run on."""
+    """The compiled kernels that go into a wheel, the hash of their sources, and the GPUs they run on."""
 
     path: Path
     source_hash: str

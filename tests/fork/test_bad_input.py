@@ -222,7 +222,8 @@ def test_no_overlay(toy: Toy) -> None:
 
 @pytest.mark.parametrize(("version", "word"), [((3, 10, 9), "old"), ((3, 6, 1), "old"), ((3, 14, 0), "new")])
 def test_python_too_old_or_too_new(version: tuple[int, ...], word: str) -> None:
-    code = f"import runpy, sys; sys.version_info = {version!r}; runpy.run_path({str(TOOLS_ROOT / 'tools' / 'setup.py')!r}, run_name='__main__')"
+    script = str(TOOLS_ROOT / "tools" / "setup.py")
+    code = f"import runpy, sys; sys.version_info = {version!r}; runpy.run_path({script!r}, run_name='__main__')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert (

@@ -3,14 +3,19 @@
 import json
 
 import pytest
-from toy import ENGINE, FILES, Toy
+from toy import ENGINE, FILES, HOOK, Toy
 
 RUN = "    def run(self, batch):\n        size = len(batch)\n        return size\n"
 SERVER = FILES["sglang/server.py"]
-HOOKED_RUN = RUN.replace(
-    "        return size\n",
-    "        # sm120: observe the batch\n        from sglang_sm120 import hooks\n        hooks.run(size)\n        return size\n",
-)
+HOOKED_RUN = RUN.replace("        return size\n", HOOK + "        return size\n")
+TWIN = """\
+    def warm(self, batch):
+        size = len(batch)
+        return size
+
+    def run(self, batch):
+        return [1]
+"""
 
 
 def guard_port(toy: Toy, subject: str = "Guard port") -> None:
@@ -39,9 +44,8 @@ def test_clean_there_and_back_gives_the_first_state(hooked: Toy) -> None:
 
 
 def test_twin_function_is_noticed(hooked: Toy) -> None:
-    """Upstream puts a function with the old body before a rewritten one: git merges into the wrong one without a word."""
-    twin = "    def warm(self, batch):\n        size = len(batch)\n        return size\n\n    def run(self, batch):\n        return [1]\n"
-    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, twin)})
+    """Upstream puts a function with the old body before a rewritten one: git merges into the wrong one, silently."""
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, TWIN)})
     before = hooked.state()
     message = hooked.error("rebase", "1.1")
     assert "Hook-run: moved: sglang/engine.py::Engine.run -> sglang/engine.py::Engine.warm" in message
@@ -61,15 +65,10 @@ def test_moved_function_is_accepted_with_a_new_anchor(hooked: Toy) -> None:
 
 
 def test_moved_lines_can_be_put_right_by_hand(hooked: Toy) -> None:
-    twin = "    def warm(self, batch):\n        size = len(batch)\n        return size\n\n    def run(self, batch):\n        return [1]\n"
-    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, twin)})
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, TWIN)})
     hooked.error("rebase", "1.1")
-    right = ENGINE.replace(
-        RUN,
-        twin.replace(
-            "        return [1]", "        from sglang_sm120 import hooks\n        hooks.run(1)\n        return [1]"
-        ),
-    )
+    hook = HOOK.replace("size", "1")
+    right = ENGINE.replace(RUN, TWIN.replace("        return [1]", hook + "        return [1]"))
     (hooked.rebase / "sglang" / "engine.py").write_text(right)
     hooked.ok("rebase", "--continue")
     assert hooked.read("sglang/engine.py") == right
@@ -111,16 +110,17 @@ def test_absorbed_patch_is_dropped_only_when_told(hooked: Toy) -> None:
 
 
 def test_partly_absorbed_patch_stops(toy: Toy) -> None:
+    both = RUN.replace("run", "prepare") + "\n" + RUN
     toy.commit(
         "sglang/engine.py",
-        "        size = len(batch)\n        return size\n\n    def run(self, batch):\n        size = len(batch)\n",
-        "        size = len(batch)\n        a(size)\n        return size\n\n    def run(self, batch):\n        size = len(batch)\n        b(size)\n",
+        both,
+        both.replace("        return size\n", "        hook(size)\n        return size\n"),
         "Hook both",
         "sglang/engine.py::Engine.prepare",
         "sglang/engine.py::Engine.run",
     )
     toy.ok("export")
-    upstream = ENGINE.replace("        return size\n\n", "        a(size)\n        return size\n\n")
+    upstream = ENGINE.replace("        return size\n\n", "        hook(size)\n        return size\n\n")
     toy.release("1.1", {"sglang/engine.py": upstream})
     assert "Hook-both: moved: sglang/engine.py::Engine.prepare, sglang/engine.py::Engine.run -> " in toy.error(
         "rebase", "1.1"

@@ -108,6 +108,11 @@ def test_new_and_non_python_files_are_anchored_as_files(toy: Toy) -> None:
     toy.ok("check")
 
 
+def test_line_at_the_top_of_a_file_is_no_new_file(toy: Toy) -> None:
+    toy.commit("sglang/names.py", "X = 0\n", "guard()\nX = 0\n", "Top", "sglang/names.py::<module>")
+    toy.ok("export")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [

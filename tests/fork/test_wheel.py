@@ -63,7 +63,7 @@ def test_metadata_is_upstreams_under_our_version(wheels: dict[str, Path]) -> Non
         assert INFO + "licenses/LICENSE" in archive.namelist()
         assert archive.read(INFO + "top_level.txt") == b"sglang\nsglang_sm120\n"
     assert (metadata.name, str(metadata.version)) == ("sglang", "1.0+sm120.1")
-    assert [str(requirement) for requirement in metadata.requires_dist][0] == "torch==2.14.1"
+    assert str(metadata.requires_dist[0]) == "torch==2.14.1"
     assert metadata.license_files == ["LICENSE", "NOTICE"]
     assert "sglang/engine.py" in notice and "sglang/server.py" not in notice
 

@@ -28,6 +28,11 @@ class Engine:
         size = len(batch)
         return size
 '''
+HOOK = """\
+        # sm120: observe the batch
+        from sglang_sm120 import hooks
+        hooks.run(size)
+"""
 TABLE = bytes(range(256)) + b"\r\n\n\r"
 FILES: Mapping[str, str | bytes] = {
     "sglang/__init__.py": "",
@@ -162,7 +167,7 @@ class Toy:
         self.commit(
             "sglang/engine.py",
             "        return size\n",
-            "        # sm120: observe the batch\n        from sglang_sm120 import hooks\n        hooks.run(size)\n        return size\n",
+            HOOK + "        return size\n",
             subject,
             "sglang/engine.py::Engine.run",
         )
