@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c "" 2>/dev/nu
 PY := .venv/bin/python
 SERVE_FLAGS ?= --attention-backend sm120_mla --tp 8
 .DEFAULT_GOAL := help
-.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test check rebase kernels lint bench gpu-report uninstall clean
+.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test check rebase drift kernels lint bench gpu-report uninstall clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -31,6 +31,8 @@ check: setup ## check lock, patches, anchors, trailers, sizes and index
 	@$(PY) -m tools.fork check
 rebase: setup ## TO=... carry the patches to another upstream release
 	@$(PY) -m tools.fork rebase $(or $(TO),$(error set TO=VERSION))
+drift: setup ## try the series on the newest release (or VERSION=...) and report, moving nothing
+	@$(PY) -m tools.fork drift $(VERSION)
 kernels: setup ## compile the CUDA kernels
 	@$(PY) -m tools.kernels build
 lint: setup ## ruff over Python

@@ -126,14 +126,15 @@ class Checkout:
     # -- moves ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def scratch_worktree(self, commit: str) -> Iterator[Repo]:
+    def scratch_worktree(self, commit: str, *, with_files: bool = False) -> Iterator[Repo]:
         """A temporary worktree at `commit`, so that nothing half-done is ever in build/checkout.
 
-        Its index is full and its folder empty: `git am` takes the few files it needs out of the index.
+        Without files, its index is full and its folder empty, which is quick: `git am` takes the few files it needs out
+        of the index. A cherry-pick needs them all.
         """
         path = self.project.tmp / "worktree"
         self.repo.git.worktree("add", "--quiet", "--detach", "--no-checkout", str(path), commit)
-        open_repo(path).git.read_tree("HEAD")
+        open_repo(path).git.read_tree("HEAD", *(["-u", "--reset"] if with_files else []))
         try:
             yield open_repo(path)
         finally:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.utils import parse_wheel_filename
+
 from tools.errors import ForkError, is_full_disk, say
 from tools.lock import Lock, LockedWheel
 from tools.project import DISTRIBUTION, Project
@@ -45,6 +47,11 @@ def fetch_release(project: Project, version: str, python_tag: str) -> LockedWhee
     return LockedWheel(python=python_tag, filename=path.name, sha256=file_sha256(path))
 
 
+def newest_version(project: Project, python_tag: str) -> str:
+    """The newest release the package index offers for one Python."""
+    return str(parse_wheel_filename(_keep(project, _download(project, None, python_tag)).name)[1])
+
+
 def _verify(project: Project, path: Path, wheel: LockedWheel, what_to_do: str) -> None:
     actual = file_sha256(path)
     if actual != wheel.sha256:
@@ -59,23 +66,28 @@ def _keep(project: Project, path: Path) -> Path:
     return path.replace(target)
 
 
-def _download(project: Project, version: str, python_tag: str) -> Path:
-    """Let pip, as the user configured it, download one wheel into the scratch folder."""
-    say(f"fetch: sglang {version} for {python_tag}")
+def _download(project: Project, version: str | None, python_tag: str) -> Path:
+    """Let pip, as the user configured it, download one wheel (the newest without `version`) into the scratch folder."""
+    say(f"fetch: sglang {version or '(newest)'} for {python_tag}")
     folder = project.tmp / f"download-{python_tag}"
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--retries", "2"]
     command += ["--only-binary", ":all:", "--implementation", "cp", "--abi", python_tag, "--dest", str(folder)]
     command += ["--python-version", python_tag.removeprefix("cp")]
     command += [word for platform in _PLATFORMS for word in ("--platform", platform)]
-    result = subprocess.run([*command, f"{DISTRIBUTION}=={version}"], stderr=subprocess.PIPE, text=True, check=False)
+    result = subprocess.run(
+        [*command, f"{DISTRIBUTION}=={version}" if version else DISTRIBUTION],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     if result.returncode != 0:
         raise ForkError(_explain(result.stderr, version, python_tag))
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
-def _explain(stderr: str, version: str, python_tag: str) -> str:
-    wanted = f"sglang {version} for {python_tag} on x86_64 Linux"
+def _explain(stderr: str, version: str | None, python_tag: str) -> str:
+    wanted = f"sglang {version or '(newest)'} for {python_tag} on x86_64 Linux"
     if is_full_disk(stderr):
         return f"no space left on the disk while downloading {wanted}: free some and run the same command again"
     if _NETWORK.search(stderr):

@@ -71,6 +71,8 @@ def _run(project: Project, options: argparse.Namespace) -> None:
             verbs.check(project)
         case "rebase":
             _rebase(project, options)
+        case "drift":
+            rebase.drift(project, options.version)
         case "status":
             verbs.status(project)
         case "bump":
@@ -153,6 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     rebase_parser.add_argument(
         "--drop", action="append", default=[], metavar="SLUG", help="leave a patch out from here on"
     )
+
+    drift = verb.add_parser("drift", help="try the series on another release and report, moving nothing")
+    drift.add_argument("version", nargs="?", help="upstream release (default: the newest)")
 
     verb.add_parser("status", help="show pin, series, checkout and cache")
     verb.add_parser("bump", help="raise our revision N in the version +sm120.N")

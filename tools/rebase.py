@@ -19,11 +19,12 @@ from unidiff import PatchSet
 from tools.anchors import anchors_of, missing_anchors
 from tools.checkout import Checkout, keep
 from tools.errors import ForkError, say
+from tools.fetch import newest_version
 from tools.git import IDENTITY, open_repo
 from tools.lock import Lock, read_lock, write_lock
-from tools.project import Project, write_atomic
-from tools.series import Patch, describe, index_text, patch_files, slug_of, write_series
-from tools.verbs import apply, canonical_series, import_pinned, pin_release
+from tools.project import Project, running_python_tag, write_atomic
+from tools.series import Patch, describe, describe_series, index_text, patch_files, slug_of, write_series
+from tools.verbs import applied_exactly, apply, canonical_series, import_pinned, pin_release
 
 CLEAN = "clean"
 MOVED = "moved"
@@ -168,6 +169,39 @@ def abort(project: Project) -> None:
         keep(checkout.repo, _commit(worktree, state.todo[0][1], worktree.git.write_tree(), "HEAD"), "rebase given up")
     _close(project, checkout)
     say(f"rebase {state.title} given up; patches/ and upstream.lock are as they were")
+
+
+def drift(project: Project, version: str | None) -> None:
+    """Try the series on a release, the newest by default, and print how each patch fares. Moves nothing.
+
+    A patch that cannot be merged is left out, and the next ones are tried without it.
+
+    Raises:
+        ForkError: counts the patches that need a human.
+    """
+    lock = read_lock(project.lock)
+    version = version or newest_version(project, running_python_tag())
+    checkout = Checkout.open(project)
+    base = import_pinned(project, checkout, lock)
+    files = patch_files(project)
+    tip, _ = applied_exactly(project, checkout, base, files)
+    new_base = import_pinned(project, checkout, pin_release(project, checkout, version))
+    patches = describe_series(checkout.repo, base, {path.name: b"" for path in files}, tip)
+    failing = 0
+    with checkout.scratch_worktree(new_base, with_files=True) as worktree:
+        for number, patch in enumerate(patches, start=1):
+            outcome = carry(worktree, patch)
+            failing += outcome.status != CLEAN
+            kept = _commit(worktree, patch.commit, outcome.tree, "HEAD") if outcome.tree else "HEAD"
+            worktree.git.reset("--quiet", "--hard", kept)
+            print(
+                f"{number}/{len(patches)} {patch.slug}: {outcome.status}{f': {outcome.detail}' if outcome.detail else ''}"
+            )
+    if failing:
+        raise ForkError(
+            f"{failing} of {len(patches)} patches need work on sglang {version}: `make rebase TO={version}`"
+        )
+    say(f"all {len(patches)} patches of sglang {lock.version} carry to {version}")
 
 
 def carry(worktree: Repo, patch: Patch) -> Outcome:

@@ -93,7 +93,7 @@ def apply(project: Project, *, discard: bool = False, relock: bool = False) -> N
         checkout.require_untouched()
     files = patch_files(project)
     say(f"apply: {len(files)} patches on sglang {lock.version}")
-    tip, tree = _applied_exactly(project, checkout, base, files)
+    tip, tree = applied_exactly(project, checkout, base, files)
     if tree != lock.series_tree or len(files) != lock.patch_count:
         if not relock:
             raise ForkError(
@@ -108,7 +108,7 @@ def apply(project: Project, *, discard: bool = False, relock: bool = False) -> N
     say(f"build/checkout is at {tip[:12]}, tree {tree}")
 
 
-def _applied_exactly(project: Project, checkout: Checkout, base: str, files: Sequence[Path]) -> tuple[str, str]:
+def applied_exactly(project: Project, checkout: Checkout, base: str, files: Sequence[Path]) -> tuple[str, str]:
     """(tip, tree) of `files` applied to `base` in a scratch worktree, every anchor checked."""
     with checkout.scratch_worktree(base) as worktree:
         tip = apply_series(worktree, files)
@@ -188,7 +188,7 @@ def check(project: Project) -> None:
             if found != lock.upstream_tree:
                 raise ForkError(f"{wheel.filename} has source tree {found}, upstream.lock says {lock.upstream_tree}")
     files = patch_files(project)
-    tip, tree = _applied_exactly(project, checkout, base, files)
+    tip, tree = applied_exactly(project, checkout, base, files)
     texts = {path.name: path.read_bytes() for path in files}
     patches = describe_series(checkout.repo, base, texts, tip)
     found = problems(project, patches)

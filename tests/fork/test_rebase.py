@@ -280,3 +280,18 @@ def test_checkout_changed_during_the_rebase(hooked: Toy) -> None:
 def test_same_release_and_missing_argument(hooked: Toy) -> None:
     assert "is on sglang 1.0 already" in hooked.error("rebase", "1.0")
     assert "needs a VERSION" in hooked.error("rebase")
+
+
+def test_drift_reports_every_patch_and_moves_nothing(hooked: Toy) -> None:
+    guard_port(hooked)
+    hooked.commit("sglang/names.py", "C = 3", "guard()\nC = 3", "Guard names", "sglang/names.py::<module>")
+    hooked.ok("export")
+    before = hooked.state()
+    hooked.release("1.1", {"sglang/engine.py": None, "sglang/server.py": SERVER.replace("serve", "listen")})
+    result = hooked.fork("drift")
+    assert "Hook-run: target gone: sglang/engine.py::Engine.run" in result.stdout
+    assert "Guard-port: moved: sglang/server.py::serve -> sglang/server.py::listen" in result.stdout
+    assert "3/3 Guard-names: clean" in result.stdout
+    assert (result.returncode, "2 of 3 patches need work on sglang 1.1" in result.stderr) == (1, True)
+    assert "all 3 patches of sglang 1.0 carry to 1.0" in hooked.ok("drift", "1.0")
+    assert hooked.state() == before
