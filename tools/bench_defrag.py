@@ -1,7 +1,11 @@
-"""What defragmentation is worth: `python -m tools.bench_defrag churn|kernel|compact|all [--out FILE]`.
+"""What defragmentation is worth: `python -m tools.bench_defrag churn|kernel|move|compaction|serve|all [--out FILE]`.
 
-`churn` replays one trace with upstream's allocator and with extents, and runs anywhere. `kernel` and `compact` need a
-CUDA GPU and the kernel library: attention bandwidth against contiguity, and the bandwidth and the pauses of compaction.
+    churn        replays one trace with upstream's allocator and with extents; runs anywhere
+    kernel       attention bandwidth against contiguity (needs a CUDA GPU and the kernel library, not SGLang)
+    move         bandwidth of the move that compaction launches (as kernel)
+    compaction   what one whole pass over a churned pool costs (needs a CUDA GPU)
+    serve        tokens a second with tiers off, 0, and 0 with 1 (needs a CUDA GPU)
+
 Every comparison is of medians within one run; results are merged into the JSON file under the name of the part.
 """
 
@@ -13,6 +17,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -22,6 +27,12 @@ import torch
 from tools.churn import World
 
 EXTENTS = (0, 64, 128, 256)
+GPU_PARTS = ("kernel", "move", "compaction", "serve")
+SERVE_FLAGS = (
+    "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
+    "--max-total-tokens 200000 --context-length 16000 --max-running-requests 32 --cuda-graph-max-bs-decode 32 "
+    "--enable-metrics --mem-fraction-static 0.4"
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +131,7 @@ def kernel(tokens: int = 131_072, heads: int = 8, q_len: int = 17) -> dict:
         def attend(table: torch.Tensor = table) -> None:
             ops.mla_verify(q, pool, table, rows, lens, q_len=q_len, sm_scale=0.1)
 
-        ms = median_ms(attend, flush_l2=True)
+        ms = median_ms(attend)
         runs = len(starts)
         case = {
             "run_length": run,
@@ -134,43 +145,42 @@ def kernel(tokens: int = 131_072, heads: int = 8, q_len: int = 17) -> dict:
     return {"tokens": tokens, "heads": heads, "q_len": q_len, "kv": "bfloat16", "cases": cases}
 
 
-def compact(layers: int = 61, slots: int = 65_536, row_values: int = 576) -> dict:
-    """Bandwidth of the move that compaction launches, window by window, against a plain device copy of as many bytes."""
-    from sglang_sm120.kvdefrag.compactor import Pool
+def move(layers: int = 61, slots: int = 65_536) -> dict:
+    """Bandwidth of the move that compaction launches, by window, against a plain copy on the device."""
+    from sglang_sm120 import ops
 
-    buffers = [torch.randn(slots, 1, row_values, device="cuda").bfloat16() for _ in range(layers)]
-    pool = Pool(buffers, page_size=1)
-    (launch,) = pool.launches()
-    moved_bytes = 2 * row_values * 2 * layers  # read and written, a slot
-    copied = torch.empty_like(buffers[0])
-    copy_ms = median_ms(lambda: copied.copy_(buffers[1]), flush_l2=True)
-    copy_gb_per_s = 2 * buffers[0].numel() * 2 / copy_ms / 1e6
+    buffers = [torch.randn(slots, ops.HEAD_DIM, device="cuda").bfloat16() for _ in range(layers)]
+    pointers = torch.tensor([buffer.data_ptr() for buffer in buffers], device="cuda")
+    row_bytes = ops.HEAD_DIM * 2
+    copied = [torch.empty_like(buffer) for buffer in buffers]
+    copy_ms = median_ms(lambda: [a.copy_(b) for a, b in zip(copied, buffers, strict=True)])
+    moved_bytes = 2 * slots * row_bytes * layers  # read and written
     cases = []
     for window in (256, 512, 1_024, 2_048, 4_096):
         base = torch.arange(slots // window, device="cuda")[:, None] * window
-        order = torch.stack([torch.randperm(window, device="cuda") for _ in range(len(base))])
-        src, dst = base + order, base + torch.arange(window, device="cuda")
+        src = base + torch.stack([torch.randperm(window, device="cuda") for _ in range(len(base))])
+        dst = base + torch.arange(window, device="cuda")
 
-        def move(src: torch.Tensor = src, dst: torch.Tensor = dst) -> None:
+        def permute(src: torch.Tensor = src, dst: torch.Tensor = dst) -> None:
             for a, b in zip(src, dst, strict=True):
-                launch(a, b)
+                ops.move_kv(pointers, row_bytes, a, b)
 
-        ms = median_ms(move, flush_l2=True)
-        rate = slots * moved_bytes / ms / 1e6
-        case = {"window_units": window, "ms": ms, "gb_per_s": rate, "of_copy_rate": rate / copy_gb_per_s}
+        ms = median_ms(permute)
+        case = {"window_units": window, "ms": ms, "gb_per_s": moved_bytes / ms / 1e6, "of_copy_rate": copy_ms / ms}
         cases.append(case)
         print(json.dumps(case), flush=True)
-    return {"layers": layers, "slots": slots, "copy_gb_per_s": copy_gb_per_s, "cases": cases, "pass": a_pass(buffers)}
+    return {"layers": layers, "slots": slots, "copy_gb_per_s": moved_bytes / copy_ms / 1e6, "cases": cases}
 
 
-def a_pass(buffers: list[torch.Tensor]) -> dict[str, float]:
-    """Host milliseconds of one whole pass at the default budget over a churned pool, survey and rewriting included."""
+def compaction(layers: int = 61, slots: int = 262_144) -> dict[str, float]:
+    """Milliseconds of one whole pass at the default budget over a churned pool, survey and rewriting included."""
     from sglang_sm120.kvdefrag import compactor, serving
     from sglang_sm120.kvdefrag.settings import Settings
 
+    buffers = [torch.zeros(slots + 1, 1, 576, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
     pool = compactor.Pool(buffers, page_size=1)
     budget = int(Settings().compact_ms / 1000 * serving.move_bytes_per_s("cuda") / (2 * pool.unit_bytes))
-    world = churned("cuda", len(buffers[0]) - 1)
+    world = churned("cuda", slots)
     stages: dict[str, list[float]] = {"survey_ms": [], "plan_ms": [], "commit_ms": []}
     before = world.survey_runs()
     for _ in range(12):
@@ -213,13 +223,12 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def median_ms(call: Callable[[], None], flush_l2: bool, repeats: int = 21) -> float:
-    """Median GPU milliseconds of `call`; with `flush_l2`, 256 MB are written before each."""
+def median_ms(call: Callable[[], object], repeats: int = 21) -> float:
+    """Median GPU milliseconds of `call`; 256 MB are written before each, so that no cache holds what it reads."""
     scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     times = []
     for _ in range(repeats + 3):
-        if flush_l2:
-            scratch.zero_()
+        scratch.zero_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         call()
@@ -227,6 +236,59 @@ def median_ms(call: Callable[[], None], flush_l2: bool, repeats: int = 21) -> fl
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return statistics.median(times[3:])
+
+
+def serve(requests: int = 160, arrivals_per_s: float = 12.0) -> dict:
+    """Output tokens a second and time per output token under Poisson arrivals: tiers off, 0, and 0 with 1."""
+    from tools import server, tiny_model
+
+    work = Path("build/bench-defrag")
+    model = tiny_model.write(work / "rank", size="rank")
+    tiers = {
+        "off": {},
+        "0": {"SGLANG_SM120_KV_EXTENT": "256"},
+        "0+1": {"SGLANG_SM120_KV_EXTENT": "256", "SGLANG_SM120_KV_COMPACT": "auto"},
+    }
+    cases = []
+    for name, env in tiers.items():
+        flags = [*SERVE_FLAGS.split(), "--attention-backend", "sm120_mla"]
+        with server.running(model, work / f"{name}.log", flags, env, defaults=()) as up:
+            offer(up.generate, requests // 4, arrivals_per_s)  # warm up
+            case = {"tiers": name} | offer(up.generate, requests, arrivals_per_s)
+            state = json.loads(up.get("/server_info"))["internal_states"][0].get("sm120_kv", {})
+            case |= {key: state.get(key) for key in ("passes", "units_moved", "contiguity", "refused_because")}
+        cases.append(case)
+        print(json.dumps(case), flush=True)
+    return {"requests": requests, "arrivals_per_s": arrivals_per_s, "flags": SERVE_FLAGS, "cases": cases}
+
+
+def offer(generate: Callable[..., list[dict]], requests: int, arrivals_per_s: float) -> dict[str, float]:
+    """Send requests at Poisson times; tokens a second, and the median and 99th percentile of time per output token."""
+    random = Random(0)
+    shared = [[random.randrange(3, 2_000) for _ in range(2_000)] for _ in range(4)]
+
+    def one(delay_s: float, prompt: list[int], tokens: int) -> tuple[int, float]:
+        time.sleep(delay_s)
+        begin = time.perf_counter()
+        generate([prompt], tokens)
+        return tokens, (time.perf_counter() - begin) / tokens
+
+    at, jobs = 0.0, []
+    for _ in range(requests):
+        at += random.expovariate(arrivals_per_s)
+        prefix = random.choice(shared) if random.random() < 0.5 else []
+        prompt = prefix + [random.randrange(3, 2_000) for _ in range(random.randint(200, 6_000))]
+        jobs.append((at, prompt, random.randint(50, 400)))
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(requests) as pool:
+        done = list(pool.map(lambda job: one(*job), jobs))
+    seconds = time.perf_counter() - begin
+    per_token = sorted(ms for _, ms in done)
+    return {
+        "tokens_per_s": sum(tokens for tokens, _ in done) / seconds,
+        "median_ms_per_token": statistics.median(per_token) * 1000,
+        "p99_ms_per_token": per_token[int(0.99 * len(per_token))] * 1000,
+    }
 
 
 def machine() -> dict[str, str]:
@@ -242,14 +304,15 @@ def machine() -> dict[str, str]:
 def main() -> None:
     """Run a part, or all that this machine can, and merge its results into the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["churn", "kernel", "compact", "all"])
+    parser.add_argument("part", choices=["churn", *GPU_PARTS, "all"])
     parser.add_argument("--out", type=Path, default=Path("docs/bench/defrag.json"))
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and arguments.part in ("kernel", "compact"):
+    if device == "cpu" and arguments.part in GPU_PARTS:
         parser.error(f"{arguments.part} needs a CUDA GPU; churn runs without")
-    parts = {"churn": lambda: churn(device), "kernel": kernel, "compact": compact}
-    wanted = [arguments.part] if arguments.part != "all" else [p for p in parts if p == "churn" or device == "cuda"]
+    parts = {"churn": lambda: churn(device), "kernel": kernel, "move": move, "compaction": compaction, "serve": serve}
+    everything = list(parts) if device == "cuda" else ["churn"]
+    wanted = everything if arguments.part == "all" else [arguments.part]
     results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for part in wanted:
         name = f"{part} on {device}" if part == "churn" else part

@@ -5,17 +5,25 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
+import time
+import urllib.error
+import urllib.request
+from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
 import pytest
+from sglang_sm120.kvdefrag import kv_map
 
 from tools import server as launcher
 
 NEW_TOKENS = 48
 # Too small for all requests at once: upstream must retract some of them and start them again.
-FLAGS = "--dtype float32 --enable-metrics --max-total-tokens 1536 --chunked-prefill-size 128".split()
-FLAGS += "--schedule-conservativeness 0.1 --context-length 1024".split()
+FLAGS = (
+    "--dtype float32 --enable-metrics --max-total-tokens 1536 --chunked-prefill-size 128 "
+    "--schedule-conservativeness 0.1 --context-length 1024"
+)
 CASES = {
     "page1": ("1", {}),
     "page1-extents": ("1", {"SGLANG_SM120_KV_EXTENT": "16"}),
@@ -52,7 +60,7 @@ def serve(model: tuple[Path, list[str]], log: Path, page: str, env: dict[str, st
     """Outputs of all prompts, cold and then with the cache full; the scheduler's `/server_info`; the metrics."""
     checkpoint, flags = model
     asked = prompts(checkpoint)
-    with launcher.running(checkpoint, log, [*FLAGS, *flags, "--page-size", page], env=env) as up:
+    with launcher.running(checkpoint, log, [*FLAGS.split(), *flags, "--page-size", page], env=env) as up:
         answers = [up.generate(asked, NEW_TOKENS) for _ in range(2)]
         if flags:
             lengths = [a["meta_info"]["spec_accept_length"] for a in answers[0]]
@@ -78,3 +86,32 @@ def test_outputs_equal_those_without_compaction(case, model, without, tmp_path):
     assert done["refused_because"] is None
     assert done["passes"] > 10 and done["units_moved"] > 0 and len(done["map_before"]) == len(done["map_after"])
     assert "sm120:kv_compaction_passes_total" in metrics and "sm120:kv_contiguity" in metrics
+
+
+def test_the_admin_key_guards_the_endpoint_and_idle_time_compacts(tiny_model, tmp_path):
+    """Without the key 401; with it, compaction runs and `kv-map` has its picture."""
+    env = {"SGLANG_SM120_KV_COMPACT": "idle"}
+    picture = tmp_path / "kv.png"
+    with launcher.running(tiny_model, tmp_path / "log", [*FLAGS.split(), "--admin-api-key", "secret"], env=env) as up:
+        assert ask(up.url, None) == 401
+        up.generate(prompts(tiny_model), NEW_TOKENS)
+        assert ask(up.url, "secret") == [True]
+        deadline = time.monotonic() + 60
+        while not picture.exists() and time.monotonic() < deadline:
+            with suppress(RuntimeError):
+                kv_map.run(Namespace(url=up.url, out=picture, api_key="secret"))
+            time.sleep(0.5)
+    assert picture.exists(), "nothing was compacted"
+
+
+def ask(url: str, key: str | None) -> list[bool] | int:
+    """Ask for compaction: what each scheduler answered, or the HTTP status of a refusal."""
+    body = json.dumps({"server_args": {"sm120_kv_compact": 1}}).encode()
+    request = urllib.request.Request(f"{url}/set_internal_state", body, {"Content-Type": "application/json"})
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code

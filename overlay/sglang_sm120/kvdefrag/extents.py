@@ -346,7 +346,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
 
 
 def order_runs(slots: torch.Tensor, need: int) -> torch.Tensor:
-    """Free slots, run by run: the shortest run of at least `need` first, then the longest. `slots [n]` is sorted."""
+    """Free slots, run by run: the shortest runs of at least `need` first, then the longest. `slots [n]` is sorted."""
     if len(slots) < 2:
         return slots
     begins = torch.ones_like(slots)
@@ -354,8 +354,7 @@ def order_runs(slots: torch.Tensor, need: int) -> torch.Tensor:
     run = begins.cumsum(0) - 1
     length = torch.zeros_like(slots).scatter_add_(0, run, torch.ones_like(slots))[run]
     best_fit = torch.where(length >= need, length, len(slots) + 1).min()
-    first_fit = run.gather(0, (length == best_fit).to(torch.int8).argmax().view(1))  # an index by a scalar would wait
-    key = torch.where((run == first_fit) & (length == best_fit), len(slots) + 1, length)
+    key = torch.where(length == best_fit, len(slots) + 1, length)
     return slots[key.argsort(descending=True, stable=True)]
 
 

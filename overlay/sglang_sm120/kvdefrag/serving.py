@@ -260,6 +260,8 @@ def refusal(scheduler: Scheduler) -> str | None:
     for pool in kv_pools(scheduler):
         if type(pool) not in (MLATokenToKVPool, MHATokenToKVPool):
             return f"a KV pool of this model is {type(pool).__name__}, which is not known to compaction"
+        if getattr(pool, "use_hnd", False) or getattr(pool, "k_scale_buffer", None) is not None:
+            return f"the {type(pool).__name__} of this model keeps heads or scales apart; that is not moved"
     return None
 
 

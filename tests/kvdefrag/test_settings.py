@@ -1,0 +1,137 @@
+"""What the environment may ask for, which servers compaction refuses, and the picture of the pool."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+from sglang_sm120.kvdefrag import kv_map, serving
+from sglang_sm120.kvdefrag.settings import Settings, When
+
+from tests.kvdefrag import schedules
+from tools.churn import World
+
+
+def test_everything_is_off_by_default():
+    assert Settings.from_environment({}) == Settings(extent_tokens=0, compact=When.OFF)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"SGLANG_SM120_KV_EXTENT": "many"}, "SGLANG_SM120_KV_EXTENT=many: it must be a number from 0"),
+        ({"SGLANG_SM120_KV_EXTENT": "-1"}, "SGLANG_SM120_KV_EXTENT=-1"),
+        ({"SGLANG_SM120_KV_COMPACT": "yes"}, "it must be one of off, idle, auto, every-step"),
+        ({"SGLANG_SM120_KV_COMPACT_BELOW": "1.5"}, "from 0 to 1: a contiguity"),
+        ({"SGLANG_SM120_KV_COMPACT_MS": "0"}, "milliseconds"),
+        (
+            {"SGLANG_SM120_KV_COMPACT": "idle", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "rust"},
+            "unset SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND or set it to python",
+        ),
+    ],
+)
+def test_a_bad_variable_is_named(environment, says):
+    with pytest.raises(ValueError) as error:
+        Settings.from_environment(environment)
+    assert says in str(error.value)
+
+
+def test_a_bad_variable_ends_the_process_instead_of_the_plugin():
+    done = subprocess.run(
+        [sys.executable, "-c", "from sglang.srt.plugins import load_plugins; load_plugins(); print('served anyway')"],
+        env=os.environ | {"SGLANG_SM120_KV_COMPACT": "sometimes"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "served anyway" not in done.stdout
+    assert "SGLANG_SM120_KV_COMPACT=sometimes: it must be one of" in done.stderr
+
+
+def scheduler(**arguments) -> SimpleNamespace:
+    """As much of a scheduler as the refusal reads."""
+    world = World(64)
+    flags = dict.fromkeys(serving.HOLDERS_ELSEWHERE, False) | {"disaggregation_mode": "null", "pp_size": 1} | arguments
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**flags), token_to_kv_pool_allocator=world.allocator, draft_worker=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [({flag: True}, f"--{flag.replace('_', '-')}") for flag in serving.HOLDERS_ELSEWHERE]
+    + [({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"), ({"pp_size": 2}, "--pp-size 2")],
+)
+def test_servers_whose_ids_are_held_elsewhere_are_refused(arguments, flag):
+    assert serving.refusal(scheduler()) is None
+    assert serving.refusal(scheduler(**arguments)).startswith(flag)
+
+
+def test_flags_that_are_refused_exist_upstream():
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(model_path="none", device="cpu")
+    for flag in (*serving.HOLDERS_ELSEWHERE, "disaggregation_mode", "pp_size"):
+        assert hasattr(arguments, flag), flag
+
+
+def test_an_unknown_allocator_is_refused():
+    refused = scheduler()
+    refused.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: None)
+    assert "SimpleNamespace, which is not known" in serving.refusal(refused)
+
+
+def test_the_picture_shows_the_pool_before_and_after(tmp_path, capsys):
+    from PIL import Image
+
+    world = World(240, max_requests=5, max_context=160, seed=2)
+    schedules.run(world, 25, lambda _: None)
+    maps = [kv_map.owners(world.survey())]
+    while world.compact(60, 240):
+        pass
+    maps.append(kv_map.owners(world.survey()))
+    assert sorted(maps[0]) == sorted(maps[1]) and maps[0] != maps[1]
+    state = {"map_before": maps[0], "map_after": maps[1], "mean_run_length": 2.0, "contiguity": 0.5}
+    with answering({"internal_states": [{"sm120_kv": state}]}) as url:
+        picture = tmp_path / "kv.png"
+        kv_map.run(argparse.Namespace(url=url, out=picture, api_key="secret"))
+    assert str(picture) in capsys.readouterr().out
+    image = Image.open(picture).convert("RGB")
+    pixel = kv_map.CELL_PIXELS
+    for at, owner in enumerate(maps[0][: kv_map.CELLS_PER_LINE]):
+        assert image.getpixel((at * pixel, 0)) == kv_map.colour(owner)
+
+
+@pytest.mark.parametrize(("state", "says"), [({}, "runs without compaction"), ({"sm120_kv": {"map_after": []}}, "yet")])
+def test_no_map_yet_says_what_to_do(state, says, tmp_path):
+    with answering({"internal_states": [state]}) as url, pytest.raises(RuntimeError, match=says):
+        kv_map.run(argparse.Namespace(url=url, out=tmp_path / "kv.png", api_key=None))
+
+
+class answering:
+    """A server that answers every GET with one JSON."""
+
+    def __init__(self, body: dict) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+
+    def __enter__(self) -> str:
+        Thread(target=self._server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
