@@ -1,38 +1,43 @@
-"""`make demo`: serve the tiny model with the installed patched server, ask it once, show what answered."""
+"""`make demo`: serve the trained pair with the installed patched server, ask it once, show what answered and how."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import json
+import textwrap
 import time
 from pathlib import Path
 
-from tools import server, tiny_model
+from transformers import PreTrainedTokenizerFast
 
-PROMPT = "def read_config(path):\n"
+from tools import draw_tree, server
+
+PROMPT = '    def read_config(self, path):\n        """'
+NEW_TOKENS, TEMPERATURE = 96, 0.6
+PAIR = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "pair"
+DRAFTING = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(PAIR / "drafter")]
+FLAGS = ["--dtype", "float32", "--enable-metrics", *DRAFTING, "--speculative-ddtree-budget", "16"]
 
 
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--work", type=Path, default=Path("build/demo"), help="folder for the model and the server's log"
-    )
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder for the server's log")
     parser.add_argument("--serve", action="store_true", help="leave the server up until Ctrl-C")
     args = parser.parse_args()
 
-    model = args.work / "tiny-mla"
-    if not (model / "model.safetensors").exists():
-        print("making the tiny MLA model (latent 512 + 64, 8 heads, MoE, random weights) ...", flush=True)
-        tiny_model.write(model)
     print(f"starting sglang {importlib.metadata.version('sglang')} on the CPU ...", flush=True)
     begin = time.monotonic()
-    with server.running(model, args.work / "server.log", ["--dtype", "float32", "--enable-metrics"]) as up:
+    with server.running(PAIR / "target", args.work / "server.log", FLAGS) as up:
         print(f"ready after {time.monotonic() - begin:.1f} s at {up.url}")
-        answer = up.post("/v1/completions", {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0})
-        print(f"prompt:     {PROMPT!r}\ncompletion: {answer['choices'][0]['text']!r}")
+        prompt = PreTrainedTokenizerFast.from_pretrained(PAIR / "target")(PROMPT).input_ids
+        answer = up.generate([prompt], NEW_TOKENS, temperature=TEMPERATURE)[0]
+        print(f"prompt:     {PROMPT!r}\ncompletion:\n{textwrap.indent(answer['text'], '  | ')}")
         print_evidence(up)
+        accepted = answer["meta_info"]["spec_accept_length"]
+        print(f"drafting:   DDTREE committed {accepted:.2f} tokens a step; one of its trees, * was accepted:")
+        print(textwrap.indent(draw_tree.best_step(PAIR, prompt, answer["output_ids"]), "            "))
         if args.serve:
             print("serving; Ctrl-C ends it", flush=True)
             while True:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -100,3 +103,33 @@ def test_a_biased_walk_is_found_out(temperature):
     torch.manual_seed(11)
     tree = draft_tree(topk=3, budget=8)
     assert p_value(biased_walk(tree, node_probabilities(tree, temperature)), temperature) < SIGNIFICANCE
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_worker_draws_what_the_walk_needs(temperature):
+    """The same test through `verify.choose` and upstream's sampler, from logits, 20,000 requests in one batch."""
+    pytest.importorskip("sglang", reason="the patched sglang is not installed here: run `make install`")
+    from sglang.srt.layers.sampler import Sampler
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang_sm120.ddtree.verify import choose
+
+    torch.manual_seed(11)
+    tree = draft_tree(topk=3, budget=8)
+    sampling = SamplingBatchInfo(
+        temperatures=torch.full((DRAWS, 1), temperature),
+        top_ps=torch.ones(DRAWS),
+        top_ks=torch.full((DRAWS,), VOCAB),
+        min_ps=torch.zeros(DRAWS),
+        is_all_greedy=False,
+        is_any_greedy=False,
+        need_top_p_sampling=False,
+        need_top_k_sampling=False,
+        need_min_p_sampling=False,
+        vocab_size=VOCAB,
+        device="cpu",
+    )
+    logits = torch.stack([target_logits()[tuple(context_of(tree, node))] for node in range(tree.width)])
+    sampler = types.SimpleNamespace(_sample_from_probs=functools.partial(Sampler._sample_from_probs, None))
+    choices = choose(logits.repeat(DRAWS, 1), torch.zeros(DRAWS * tree.width), sampling, sampler, tree.width)
+    path = T.walk(repeat(tree), choices.view(DRAWS, tree.width), DEPTH)
+    assert p_value(path, temperature) > SIGNIFICANCE
