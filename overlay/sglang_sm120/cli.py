@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from sglang_sm120 import ops
+from sglang_sm120.kvdefrag import kv_map
 
 SERVER_FACTS = (
     "attention_backend",
@@ -99,8 +100,10 @@ def main() -> None:
         "doctor", help="GPU, kernels, patches, and what a running server chose", description=doctor.__doc__
     )
     verb.add_argument("--url", help="also ask a running server, e.g. http://127.0.0.1:30000")
+    verb = verbs.add_parser("kv-map", help="a picture of a running server's KV pool", description=kv_map.__doc__)
+    kv_map.add_arguments(verb)
     args = parser.parse_args()
-    sys.exit(doctor(args.url))
+    sys.exit(doctor(args.url) if args.verb == "doctor" else kv_map.main(args))
 
 
 if __name__ == "__main__":

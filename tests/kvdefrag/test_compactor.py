@@ -144,12 +144,12 @@ def test_passes_converge_to_long_runs(page, size):
         assert world.arrive([i] * (5 * page + 1), 10_000)
     for _ in range(100 * page):
         world.step()
-    before = world.survey().census(64).total
+    before = world.survey().holders.census(64).total
     passes = 0
     while world.compact(256, 512):
         passes += 1
         schedules.check(world)
         assert passes < 20
-    after = world.survey().census(64).total
+    after = world.survey().holders.census(64).total
     assert before.units == after.units and after.mean_length > 10 * before.mean_length
     assert after.contiguity > 0.9

@@ -12,6 +12,7 @@ from threading import Thread
 from types import SimpleNamespace
 
 import pytest
+from sglang_sm120 import cli
 from sglang_sm120.kvdefrag import kv_map, serving
 from sglang_sm120.kvdefrag.settings import Settings, When
 
@@ -112,6 +113,16 @@ def test_the_picture_shows_the_pool_before_and_after(tmp_path, capsys):
 def test_no_map_yet_says_what_to_do(state, says, tmp_path):
     with answering({"internal_states": [state]}) as url, pytest.raises(RuntimeError, match=says):
         kv_map.run(argparse.Namespace(url=url, out=tmp_path / "kv.png", api_key=None))
+
+
+def test_the_command_says_what_went_wrong_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["sglang-sm120", "kv-map", "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "x")]
+    )
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith("error: http://127.0.0.1:9: ")
 
 
 class answering:

@@ -70,6 +70,12 @@ class Holders:
         self.allocator.free_pages = order_runs(units, 1)
         return lambda: setattr(self.allocator, "free_pages", before)
 
+    def census(self, block: int) -> census.Census:
+        """Runs of each request's whole row, prefix included, and of the free space."""
+        page, table = self.page_size, self.req_to_token
+        rows = [table[kv.req_pool_idx, : self.row_length(kv) : page].long() // page for kv in self.requests]
+        return census.take(rows, self.free_units(), self.allocator.size // page, block)
+
     def nodes(self) -> list[Any]:
         """Tree nodes that hold KV on the device, depth first, so that a path's nodes follow each other."""
         nodes, stack = [], [self.tree.tree_core.root_node]
@@ -124,18 +130,6 @@ class Survey:
                 f"KV census: {held} units held ({used_twice} twice), {len(free)} free ({free_and_used} of them held), "
                 f"{units} in the pool; some holder of KV ids is not accounted for, so nothing was moved."
             )
-
-    def rows(self) -> list[torch.Tensor]:
-        """Unit ids of each request's whole row, prefix included."""
-        page = self.holders.page_size
-        table = self.holders.req_to_token
-        return [
-            table[kv.req_pool_idx, : self.holders.row_length(kv) : page].long() // page for kv in self.holders.requests
-        ]
-
-    def census(self, block: int) -> census.Census:
-        """Runs of each request's row, and of the free space."""
-        return census.take(self.rows(), self.holders.free_units(), len(self.owner) - 1, block)
 
 
 @dataclass

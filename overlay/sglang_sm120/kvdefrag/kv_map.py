@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import colorsys
 import json
+import sys
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,6 +24,8 @@ FREE_COLOUR = (235, 235, 235)
 
 def owners(survey: Survey) -> list[int]:
     """Who owns each of up to 4,096 evenly spaced units: the segment's number, or -1 where the unit is free."""
+    import torch
+
     units = len(survey.owner) - 1
     sample = torch.linspace(1, units, min(units, CELLS), device=survey.owner.device).long()
     owner = survey.owner[sample]
@@ -59,6 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="the running server")
     parser.add_argument("--out", type=Path, default=Path("kv-map.png"), help="the picture to write")
     parser.add_argument("--api-key", help="the server's admin key, if it has one")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """`run`, with what went wrong as one line on stderr; the exit code."""
+    try:
+        run(arguments)
+    except (RuntimeError, OSError) as error:
+        print(f"error: {arguments.url}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def run(arguments: argparse.Namespace) -> None:

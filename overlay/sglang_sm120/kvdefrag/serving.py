@@ -160,7 +160,7 @@ class Defragmenter:
         self._wait_for_gpu()
         begin = time.perf_counter()
         try:
-            survey = self._survey()
+            survey = compactor.Survey.take(self._holders())
             moves = compactor.plan(survey, WINDOW_UNITS, self._budget_units, self._units_per_gap)
             if moves is not None:
                 self._before = self._before if self._in_series else kv_map.owners(survey)
@@ -179,25 +179,23 @@ class Defragmenter:
         return True
 
     def _account(self, moves: compactor.Plan, seconds: float) -> None:
-        survey = self._survey()
-        self._after = kv_map.owners(survey)
-        self._last = survey.census(BLOCK_UNITS)
+        self._after = kv_map.owners(compactor.Survey.take(self._holders()))
+        self._last = self._holders().census(BLOCK_UNITS)
         self._passes += 1
         self._units_moved += int((moves.src != moves.dst).sum())
         self._gaps_closed += moves.gaps_closed
         metrics.publish(self._last)
         metrics.count_pass(moves.src.numel(), seconds)
 
-    def _survey(self) -> compactor.Survey:
+    def _holders(self) -> compactor.Holders:
         scheduler = self._scheduler
         kvs = [req.kv for req in scheduler.invariant_checker._requests_owning_rows()]
         table = scheduler.req_to_token_pool.req_to_token
-        holders = compactor.Holders(kvs, table, scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
-        return compactor.Survey.take(holders)
+        return compactor.Holders(kvs, table, scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
 
     def _contiguity(self) -> float:
         """Of all running requests' rows."""
-        self._last = self._survey().census(BLOCK_UNITS)
+        self._last = self._holders().census(BLOCK_UNITS)
         metrics.publish(self._last)
         return self._last.total.contiguity
 
