@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_sm120.kvdefrag import extents
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from tests.kvdefrag import schedules
 from tools.churn import World
@@ -96,3 +99,44 @@ def test_a_full_pool_trims_extents_before_it_refuses():
 def test_other_pools_are_left_alone():
     world = World(256, page_size=64, extent_tokens=16)
     assert not isinstance(world.allocator, extents.ExtentAllocator)
+
+
+def serve_without_values() -> None:
+    """Prefill, decode, free, merge and trim on tensors that have shapes but no values: reading one back raises."""
+    with FakeTensorMode():
+        rows = SimpleNamespace(req_to_token=torch.zeros(9, 512, dtype=torch.int32))
+        stock = SimpleNamespace(size=600, dtype=torch.bfloat16, device="cpu", get_kvcache=lambda: None)
+        allocator = extents.ExtentAllocator(stock, rows, 16)
+        reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=i + 1, kv_allocated_len=0)) for i in range(3)]
+        for _ in range(4):
+            batch = SimpleNamespace(
+                reqs=list(reqs), prefix_lens=[0, 0, 0], extend_lens=[20, 30, 40], extend_num_tokens=90,
+                model_config=SimpleNamespace(is_encoder_decoder=False), seq_lens=torch.tensor([20, 30, 40]),
+                req_pool_indices=torch.tensor([1, 2, 3]),
+            )  # fmt: skip
+            rows._on_alloc_rows([1, 2, 3])
+            allocator.plan_extend(batch)
+            assert len(allocator.alloc(90)) == 90
+            for req, length in zip(reqs, batch.extend_lens, strict=True):
+                req.kv.kv_allocated_len = length
+            for _ in range(40):
+                allocator.plan_decode(batch)
+                assert len(allocator.alloc(3)) == 3
+                for req in reqs:
+                    req.kv.kv_allocated_len += 1
+            ahead = [req.kv.kv_allocated_len + 8 for req in reqs]
+            assert allocator.reserve_verify_batch(None, reqs, ahead)
+            for req, length in zip(reqs, ahead, strict=True):
+                allocator.free(rows.req_to_token[req.kv.req_pool_idx, :length])
+        assert allocator.available_size() == 600
+        assert len(allocator.alloc(600)) == 600
+
+
+def test_no_value_is_read_back_from_the_device():
+    serve_without_values()
+
+
+def test_reading_a_value_back_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(extents, "order_runs", lambda slots, _need: slots[slots.nonzero().view(-1)])
+    with pytest.raises(DynamicOutputShapeException):
+        serve_without_values()
