@@ -2,6 +2,7 @@
 
     python -m tools.bench_server equal --out DIR     greedy tokens: ours against Triton, graphs against eager
     python -m tools.bench_server speed --out DIR     tokens per second by context and batch, plain and DFLASH chain
+    python -m tools.bench_server render --out DIR    what the first two left in DIR as docs/bench/server.{json,md,png}
 
 Stock is the same wheel with Triton attention. It gets FlashInfer's prefill where only decode and verify are timed,
 for stock Triton needs minutes for the prompts. All servers of a comparison are up at once and take turns; sleeping when
@@ -21,7 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tools import server, tiny_model
+from tools import kernels, server, tiny_model
 
 GPU_FLAGS = shlex.split(
     "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
@@ -122,8 +123,78 @@ def equal(out: Path, work: Path, left_out: list[str]) -> None:
     for reference, name in pairs:
         if name in answers:
             result[f"{name} against {reference}"] = compare_greedy(answers[reference], answers[name])
-    (out / "equal.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_result(out / "equal.json", result)
     print(json.dumps(result, indent=2))
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a result with what it was measured on."""
+    import torch
+
+    where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "kernel_hash": kernels.source_hash()}
+    path.write_text(json.dumps(where | result, indent=1) + "\n")
+
+
+def render(results: Path, docs: Path) -> None:
+    """Collect `equal.json` and `speed-*.json` from `results` into `server.json`, `server.md` and `server.png` in `docs`.
+
+    Raises SystemExit if they are of different kernels: one page speaks of one set of sources.
+    """
+    parts = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    where = {key: {part.pop(key) for part in parts} for key in ("gpu", "torch", "kernel_hash")}
+    if any(len(values) != 1 for values in where.values()):
+        raise SystemExit(f"error: {results} mixes runs ({where}): keep the files of one run")
+    page = {key: values.pop() for key, values in where.items()}
+    page["rows"] = [row for part in parts for row in part.get("rows", [])]
+    page["equal"] = {key: value for part in parts for key, value in part.items() if key != "rows"}
+    (docs / "server.json").write_text(json.dumps(page, indent=1) + "\n")
+    (docs / "server.md").write_text(_markdown(page))
+    _plot(page, docs / "server.png")
+
+
+def _markdown(page: dict[str, Any]) -> str:
+    lines = [
+        "# The server, ours against stock",
+        "",
+        f"One {page['gpu']}, torch {page['torch']}, kernel sources {page['kernel_hash'][:12]}. A random Kimi-shaped",
+        "model: 8 layers, 8 heads (one TP-8 rank), latent 512 + 64, MoE; bf16, page size 1, CUDA graphs, overlap",
+        f"scheduling on. Chain rows are DFLASH with {SIMULATED_ACCEPT_LEN} tokens accepted a step (set, for the drafter is",
+        f"random) and a draft window of {DRAFT_WINDOW_TOKENS} tokens on both sides. Medians of {REPEATS} interleaved",
+        "repeats; stock decodes and verifies with Triton. Made by `python -m tools.bench_server`.",
+        "",
+        "| mode | context | batch | KV | stock tok/s | ours tok/s | stock ms a step | ours ms a step | stock / ours |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in page["rows"]:
+        ratio = row["stock_step_ms"] / row["ours_step_ms"]
+        lines.append(
+            f"| {row['mode']} | {row['ctx']:,} | {row['bs']} | {row['kv_dtype']} | {row['stock_tok_s']:,.0f} "
+            f"| {row['ours_tok_s']:,.0f} | {row['stock_step_ms']:.2f} | {row['ours_step_ms']:.2f} | {ratio:.1f} |"
+        )
+    lines += ["", "![tokens per second by context](server.png)", "", "## Greedy tokens", ""]
+    lines += [f"{page['equal'].pop('prompts', 0)} prompts of 1 to 32,000 tokens, 32 new tokens each.", ""]
+    lines += [*compare_greedy.__doc__.strip().replace("\n    ", "\n").splitlines(), ""]
+    lines += ["| pair | identical | ties | errors | noise, nats |", "|---|---|---|---|---|"]
+    for pair, found in page["equal"].items():
+        counts = f"{found['identical']} | {found['ties']} | {len(found['errors'])}"
+        lines.append(f"| {pair} | {counts} | {found['noise']:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plot(page: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for (mode, bs), style in zip(sorted({(r["mode"], r["bs"]) for r in page["rows"]}), "os^vD*", strict=False):
+        rows = [r for r in page["rows"] if (r["mode"], r["bs"]) == (mode, bs)]
+        for who, line in (("ours", "-"), ("stock", "--")):
+            points = [r[f"{who}_tok_s"] for r in rows]
+            axes.plot([r["ctx"] for r in rows], points, style + line, label=f"{who}, {mode}, batch {bs}")
+    axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="tokens per second", title=page["gpu"])
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
 
 
 def step_time(up: server.Server, prompts: list[list[int]], few: int, many: int) -> float:
@@ -139,7 +210,7 @@ def step_time(up: server.Server, prompts: list[list[int]], few: int, many: int) 
 def speed(
     out: Path, work: Path, modes: list[str], contexts: list[int], batches: list[int], q: int, kv_dtype: str
 ) -> None:
-    """Time every (context, batch) on stock and ours, plain or with a chain verify of width `q`; write `speed-*.json`."""
+    """Time every (context, batch) on stock and ours, plain or with a chain verify of width q, to `speed-*.json`."""
     model = tiny_model.write(work / "rank", size="rank")
     drafter = tiny_model.write_drafter(work / f"drafter{q}", model, block_size=q)
     tokens = max(contexts) * 4 + 100_000
@@ -168,8 +239,7 @@ def speed(
                 prompts = [prompt_ids(i, ctx) for i in range(bs)]
                 for mode in modes:
                     rows.append(measure(ups, mode, prompts, ctx, bs, q, kv_dtype))
-                    path = out / f"speed-q{q}-{kv_dtype}.json"
-                    path.write_text(json.dumps(rows, indent=1) + "\n")
+                    write_result(out / f"speed-q{q}-{kv_dtype}.json", {"rows": rows})
 
 
 def measure(
@@ -202,7 +272,7 @@ def measure(
 def main() -> None:
     """Run one of the verbs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["equal", "speed"])
+    parser.add_argument("verb", choices=["equal", "speed", "render"])
     parser.add_argument("--out", type=Path, required=True, help="folder for results and server logs")
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for the generated checkpoints")
     parser.add_argument("--leave-out", nargs="+", default=[], choices=["flashinfer", "ours-eager", "ours-fp8"])
@@ -213,7 +283,9 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8_e4m3"])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.verb == "equal":
+    if args.verb == "render":
+        render(args.out, Path("docs/bench"))
+    elif args.verb == "equal":
         equal(args.out, args.work, args.leave_out)
     else:
         speed(args.out, args.work, args.modes, args.contexts, args.batches, args.q, args.kv_dtype)
