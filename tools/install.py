@@ -19,12 +19,14 @@ def install(wheel: Path, with_requirements: bool) -> None:
     Raises:
         ForkError: pip failed, or what is installed contradicts itself.
     """
-    if not with_requirements and _installed_provenance() == read_provenance(wheel):
+    if _installed_provenance() == read_provenance(wheel):
         say(f"install: {wheel.name} is installed")
-        return
-    say(f"install: {wheel.name}")
-    options = [] if with_requirements else ["--no-deps", "--force-reinstall"]
-    _pip("install", *options, str(wheel))
+    else:
+        say(f"install: {wheel.name}")
+        # Two builds can have one version, at which pip alone would not replace the first.
+        _pip("install", "--no-deps", "--force-reinstall", str(wheel))
+    if with_requirements:
+        _pip("install", str(wheel))
     if conflicts := _conflicts(with_requirements):
         raise ForkError(f"installed packages contradict each other: {'; '.join(conflicts)}: run `make setup` again")
 

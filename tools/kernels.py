@@ -117,7 +117,7 @@ def build(
     ninja = shutil.which("ninja")
     if ninja is None:
         raise KernelError("no ninja: `pip install ninja`")
-    if subprocess.run([ninja, "-C", str(folder), "--quiet"], check=False).returncode:
+    if subprocess.run([ninja, "-C", str(folder)], check=False).returncode:
         raise KernelError(f"the kernels did not compile; logs are in {folder}")
     return library
 

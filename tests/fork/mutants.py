@@ -36,7 +36,6 @@ MUTANTS = [
     ("fork.py", "except OSError as error:", "except ZeroDivisionError as error:", "full_disk or fill_disk"),
     ("fork.py", "if is_full_disk(stderr):", "if False:", "full_disk"),
     ("fork.py", "except KeyboardInterrupt:", "except ZeroDivisionError:", "sigint"),
-    ("git.py", '"core.autocrlf": "false",', "", "users_git_configuration"),
     ("git.py", '"diff.noprefix": "false",', "", "users_git_configuration"),
     ("git.py", '(info / "attributes").write_text', "len", "keeps_every_byte"),
     (

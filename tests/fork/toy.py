@@ -40,9 +40,10 @@ FILES: Mapping[str, str | bytes] = {
     "sglang/server.py": "def serve(port):\n    check(port)\n    return port\n",
     "sglang/windows.py": "def path(name):\r\n    base = name\r\n    return base\r\n",
     "sglang/names.py": "X = 0\nA = 1,\nB = 2,\nC = 3,\nD = 4,\nY = 0\n",
+    "sglang/version.py": "ID = '$Id$'\n",
     "sglang/table.bin": TABLE,
     "sglang/.gitignore": "*.bin\nengine.py\n",
-    "sglang/.gitattributes": "* text=auto eol=lf\n*.py ident\n",
+    "sglang/.gitattributes": "* text=auto eol=crlf\n*.py ident\n",
 }
 METADATA = """\
 Metadata-Version: 2.4
