@@ -8,12 +8,14 @@ python -m tools.kernels bench | gpu-report                           needs a GPU
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,11 +36,11 @@ class KernelError(RuntimeError):
     """A build or check failed; the message says what to do."""
 
 
-def source_hash() -> str:
+def source_hash(sources: Path = SOURCES) -> str:
     """SHA-256 over names and contents of every file under kernels/: equal hashes build equal kernels."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in SOURCES.rglob("*") if p.suffix in {".cu", ".cuh", ".h"}):
-        digest.update(f"{path.relative_to(SOURCES).as_posix()}\0{path.stat().st_size}\0".encode())
+    for path in sorted(p for p in sources.rglob("*") if p.suffix in {".cu", ".cuh", ".h"}):
+        digest.update(f"{path.relative_to(sources).as_posix()}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -91,14 +93,23 @@ def build_for_release(archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS, out_di
     name depends on nothing but their content, at one fixed time. Line tables and the symbol table hold process ids and
     are left out.
     """
+    staged = _staged_sources()
+    return build(archs, out_dir, sources=staged, flags=FLAGS.replace("-lineinfo ", ""))
+
+
+def _staged_sources() -> Path:
+    """/tmp/sm120_mla-HASH, which stays: another build of the same sources may be using it."""
     staged = Path("/tmp") / f"sm120_mla-{source_hash()[:16]}"
-    shutil.rmtree(staged, ignore_errors=True)
-    shutil.copytree(SOURCES, staged)
-    for path in staged.rglob("*"):
-        os.utime(path, (0, 0))
-    library = build(archs, out_dir, sources=staged, flags=FLAGS.replace("-lineinfo ", ""))
-    shutil.rmtree(staged)
-    return library
+    if not staged.exists():
+        with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+            copy = Path(shutil.copytree(SOURCES, Path(folder) / "kernels"))
+            for path in copy.rglob("*"):
+                os.utime(path, (0, 0))
+            with contextlib.suppress(OSError):  # the other build was first; the hash below decides
+                copy.rename(staged)
+    if source_hash(staged) != source_hash():
+        raise KernelError(f"{staged} does not hold the kernel sources it is named after: delete it and build again")
+    return staged
 
 
 def build(
