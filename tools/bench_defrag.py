@@ -145,7 +145,7 @@ def kernel(tokens: int = 131_072, heads: int = 8, q_len: int = 17) -> dict:
     return {"tokens": tokens, "heads": heads, "q_len": q_len, "kv": "bfloat16", "cases": cases}
 
 
-def move(layers: int = 61, slots: int = 65_536) -> dict:
+def move(layers: int = 61, slots: int = 73_728) -> dict:
     """Bandwidth of the move that compaction launches, by window, against a plain copy on the device."""
     from sglang_sm120 import ops
 
@@ -156,7 +156,7 @@ def move(layers: int = 61, slots: int = 65_536) -> dict:
     copy_ms = median_ms(lambda: [a.copy_(b) for a, b in zip(copied, buffers, strict=True)])
     moved_bytes = 2 * slots * row_bytes * layers  # read and written
     cases = []
-    for window in (256, 512, 1_024, 2_048, 4_096):
+    for window in (384, 768, 1_536, 3_072, 6_144):
         base = torch.arange(slots // window, device="cuda")[:, None] * window
         src = base + torch.stack([torch.randperm(window, device="cuda") for _ in range(len(base))])
         dst = base + torch.arange(window, device="cuda")

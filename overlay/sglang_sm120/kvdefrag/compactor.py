@@ -2,8 +2,8 @@
 
 ```
 survey     who owns which unit, in token order                rows, tree values --> owner, position of each unit
-plan       windows of the pool in which sorting the units     a permutation inside each window: no free space is
-           by (owner, position) closes the most gaps          needed, and the free units end up at the window's end
+plan       sort windows of the pool by (owner, position),     permutations of places: no free space is needed, and
+           then gather the pieces that are still scattered    free units end up together as well
 commit     move the KV, then rows, tree values, free list     a fault at any stage undoes what was done before it
 ```
 A unit is a page of the allocator (a slot where the page size is 1). The plan depends on ids only, so every rank of a
@@ -26,8 +26,8 @@ from sglang_sm120.kvdefrag.extents import ExtentAllocator, order_runs
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ReqKvInfo
 
-# A window is worth moving if it closes at least one gap for this many of its units.
-UNITS_PER_GAP = 16
+# Moving is worth it if it closes at least one gap for this many units.
+UNITS_PER_GAP = 64
 FULL = 0  # upstream's ComponentType.FULL: the index of a node's KV slots
 
 
@@ -134,49 +134,114 @@ class Survey:
 
 @dataclass
 class Plan:
-    """The unit at `src[w, i]` goes to `dst[w, i]`, `[windows, window]` int64; a row of both holds the same ids."""
+    """Permutations of units, one after the other: in each, what lies at `src[i]` goes to `dst[i]`, `[n]` int64."""
 
-    src: torch.Tensor
-    dst: torch.Tensor
+    chunks: list[tuple[torch.Tensor, torch.Tensor]]
+    new_unit: torch.Tensor
+    """`[units + 1]` int64: where each unit's content is in the end."""
     gaps_closed: int
 
 
 def plan(survey: Survey, window: int, budget_units: int, units_per_gap: int = UNITS_PER_GAP) -> Plan | None:
-    """The windows of `window` units that close the most gaps, at least one; None if none of them pays.
+    """Sorted windows, those that close the most gaps, or else gathered segments; None if nothing pays.
 
     Args:
         survey: the pool.
-        window: units of a window.
-        budget_units: units that may be moved, rounded to whole windows.
-        units_per_gap: a window pays if it closes one gap, or more, for so many of its units.
+        window: units of a window, and of a piece that is gathered; a chunk moves up to twice that.
+        budget_units: units that may be moved, rounded up to one window or piece.
+        units_per_gap: a chunk pays if it closes one gap, or more, for so many units that it moves.
     """
-    units = len(survey.owner) - 1
-    window = min(window, units)
-    count = units // window
+    layout = Layout(survey)
+    _sort_windows(layout, min(window, layout.units), budget_units, units_per_gap)
+    if not layout.chunks:
+        _gather_segments(layout, min(window, layout.units), budget_units, units_per_gap)
+    return Plan(layout.chunks, layout.at, layout.gaps_closed) if layout.chunks else None
+
+
+class Layout:
+    """The pool as it will be once the chunks so far are moved."""
+
+    def __init__(self, survey: Survey) -> None:
+        self.segments = survey.segments
+        self.units = len(survey.owner) - 1
+        self.free_key = len(survey.segments) * (self.units + 1)
+        self.key = survey.owner * (self.units + 1) + survey.position
+        """`[units + 1]` int64: grows by one from a unit to the one that follows it in its segment"""
+        self.at = torch.arange(self.units + 1, device=self.key.device)
+        """`[units + 1]` int64: where the unit of the survey is now"""
+        self.chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.gaps_closed = 0
+
+    def gaps(self, key: torch.Tensor) -> torch.Tensor:
+        """Bool, one shorter than `key [..., n]`: whether a run ends there, but for places between two free units."""
+        left, right = key[..., :-1], key[..., 1:]
+        return (right != left + 1) & ~((left >= self.free_key) & (right >= self.free_key))
+
+    def permuted(self, src: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
+        """The key after a chunk."""
+        key = self.key.clone()
+        key[dst] = self.key[src]
+        return key
+
+    def add(self, src: torch.Tensor, dst: torch.Tensor, gaps_closed: int) -> None:
+        """Take a chunk into the plan."""
+        self.key = self.permuted(src, dst)
+        moved = torch.arange(self.units + 1, device=self.key.device)
+        moved[src] = dst
+        self.at = moved[self.at]
+        self.chunks.append((src, dst))
+        self.gaps_closed += gaps_closed
+
+
+def _sort_windows(layout: Layout, window: int, budget_units: int, units_per_gap: int) -> None:
+    """Sort the units inside the windows that gain most. Cures what decoding side by side has mixed up nearby."""
+    count = layout.units // window
     best = None
-    for offset in {1, 1 + (units - count * window)}:  # whole windows from either end: seams fall at different places
-        ids = torch.arange(offset, offset + count * window, device=survey.owner.device).view(count, window)
-        key = survey.owner[ids] * (units + 1) + survey.position[ids]
-        order = key.sort(dim=1)
-        free = len(survey.segments) * (units + 1)
-        gain = _gaps(key, free) - _gaps(order.values, free)
+    for offset in {1, 1 + layout.units - count * window}:  # from either end: seams fall at different places
+        ids = torch.arange(offset, offset + count * window, device=layout.key.device).view(count, window)
+        order = layout.key[ids].sort(dim=1)
+        gain = layout.gaps(layout.key[ids]).sum(1) - layout.gaps(order.values).sum(1)
         if best is None or gain.max() > best[0].max():
             best = gain, ids, order.indices
     gain, ids, order = best
     gains, chosen = gain.sort(descending=True, stable=True)
     gains = gains[: max(budget_units // window, 1)]
     gains = gains[(gains > 0) & (gains * units_per_gap >= window)].tolist()
-    if not gains:
-        return None
-    chosen = chosen[: len(gains)]
-    dst = ids[chosen]
-    return Plan(dst.gather(1, order[chosen]), dst, sum(gains))
+    for gained, index in zip(gains, chosen[: len(gains)].tolist(), strict=True):
+        layout.add(ids[index][order[index]], ids[index], gained)
 
 
-def _gaps(key: torch.Tensor, free: int) -> torch.Tensor:
-    """Places in each row of `key [windows, window]` where the run ends, but for those between two free units."""
-    apart = (key[:, 1:] != key[:, :-1] + 1) & ~((key[:, 1:] >= free) & (key[:, :-1] >= free))
-    return apart.sum(1)
+def _gather_segments(layout: Layout, window: int, budget_units: int, units_per_gap: int) -> None:
+    """Bring a scattered piece of a segment to one place; what lies there goes, in order, where the piece was."""
+    pieces = [piece for segment in layout.segments for piece in segment.split(window) if len(piece) > 1]
+    if not pieces:
+        return
+    runs = census.run_counts(pieces, layout.key.device)
+    for index in runs.argsort(descending=True, stable=True)[: max(budget_units // (2 * window), 1)].tolist():
+        piece = layout.at[pieces[index]]
+        src, dst = _exchange(layout, piece)
+        gained = int(layout.gaps(layout.key).sum() - layout.gaps(layout.permuted(src, dst)).sum())
+        if gained > 0 and gained * units_per_gap >= len(src):
+            layout.add(src, dst, gained)
+
+
+def _exchange(layout: Layout, piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move `piece [n]` to the `n` places where least is torn apart: its own, free ones, ends of runs."""
+    device = layout.key.device
+    cheap = torch.zeros(layout.units + 1, dtype=torch.int64, device=device)
+    cheap[1:-1] = layout.gaps(layout.key[1:])
+    cheap[layout.key >= layout.free_key] = 1
+    cheap[piece] = 1
+    before = torch.nn.functional.pad(cheap.cumsum(0), (1, 0))
+    start = (before[1 + len(piece) :] - before[1 : -len(piece)]).argmax() + 1
+    target = start + torch.arange(len(piece), device=device)
+    involved = torch.zeros(layout.units + 1, dtype=torch.bool, device=device)
+    involved[target] = involved[piece] = True
+    others = involved.index_fill(0, piece, False).nonzero().view(-1)
+    vacated = involved.index_fill(0, target, False).nonzero().view(-1)
+    src = torch.cat([piece, others[layout.key[others].argsort()]])
+    dst = torch.cat([target, vacated])
+    return src, dst
 
 
 class Pool:
@@ -245,17 +310,15 @@ def commit(
 def _move_stages(moves: Plan, pools: Sequence[Pool]) -> Iterator[tuple[str, Callable, torch.Tensor, torch.Tensor]]:
     for number, pool in enumerate(pools):
         for part, launch in enumerate(pool.launches()):
-            for window, (src, dst) in enumerate(zip(moves.src, moves.dst, strict=True)):
-                yield f"pool {number} part {part} window {window}", launch, src, dst
+            for chunk, (src, dst) in enumerate(moves.chunks):
+                yield f"pool {number} part {part} chunk {chunk}", launch, src, dst
 
 
 def _new_slots(survey: Survey, moves: Plan, slots: torch.Tensor) -> torch.Tensor:
     """Slot ids after the moves, in the dtype of `slots`."""
     page = survey.holders.page_size
-    new_unit = torch.arange(len(survey.owner), device=slots.device)
-    new_unit[moves.src.view(-1)] = moves.dst.view(-1)
     long = slots.long()
-    return (new_unit[long // page] * page + long % page).to(slots.dtype)
+    return (moves.new_unit[long // page] * page + long % page).to(slots.dtype)
 
 
 def _rewrite_rows(survey: Survey, moves: Plan) -> Callable[[], None]:
@@ -289,7 +352,8 @@ def _rewrite_tree(survey: Survey, moves: Plan) -> Callable[[], None]:
 
 
 def _rewrite_free_list(survey: Survey, moves: Plan) -> Callable[[], None]:
-    is_free = survey.owner == len(survey.segments)
-    is_free[0] = False
-    is_free[moves.dst.view(-1)] = is_free[moves.src.view(-1)]
+    was_free = survey.owner == len(survey.segments)
+    was_free[0] = False
+    is_free = torch.empty_like(was_free)
+    is_free[moves.new_unit] = was_free
     return survey.holders.replace_free_units(is_free.nonzero().view(-1))
