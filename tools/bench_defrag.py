@@ -1,6 +1,7 @@
-"""What defragmentation is worth: `python -m tools.bench_defrag churn|kernel|move|compaction|serve|all [--out FILE]`.
+"""What defragmentation is worth: `python -m tools.bench_defrag PART [--out FILE]`, PART being all or one of these.
 
     churn        replays one trace with upstream's allocator and with extents; runs anywhere
+    map          compacts a churned pool to the end: runs, and kv-map.png beside the file; runs anywhere
     kernel       attention bandwidth against contiguity (needs a CUDA GPU and the kernel library, not SGLang)
     move         bandwidth of the move that compaction launches (as kernel)
     compaction   what one whole pass over a churned pool costs (needs a CUDA GPU)
@@ -113,6 +114,24 @@ def churn(device: str, repeats: int = 3, trace: Trace | None = None) -> dict:
             cases.append(case)
             print(json.dumps(case), flush=True)
     return {"trace": asdict(trace), "device": device, "repeats": repeats, "cases": cases}
+
+
+def draw_map(device: str, picture: Path) -> dict[str, float]:
+    """Compact a churned pool of upstream's allocator until no pass gains, and draw it before and after."""
+    from sglang_sm120.kvdefrag import kv_map, serving
+
+    world = churned(device, 65_536)
+    before, maps, passes = world.survey_runs(), [kv_map.owners(world.survey())], 0
+    while world.compact(serving.WINDOW_UNITS, 4 * serving.WINDOW_UNITS):
+        passes += 1
+    after = world.survey_runs()
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    kv_map.draw([*maps, kv_map.owners(world.survey())]).save(picture)
+    result = {"passes": passes, "units_a_pass": 4 * serving.WINDOW_UNITS}
+    for name, runs in (("before", before), ("after", after)):
+        result |= {f"mean_run_length_{name}": runs.mean_length, f"contiguity_{name}": runs.contiguity}
+    print(json.dumps(result), flush=True)
+    return result
 
 
 def kernel(tokens: int = 131_072, heads: int = 8, q_len: int = 17) -> dict:
@@ -304,14 +323,22 @@ def machine() -> dict[str, str]:
 def main() -> None:
     """Run a part, or all that this machine can, and merge its results into the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["churn", *GPU_PARTS, "all"])
+    parser.add_argument("part", choices=["churn", "map", *GPU_PARTS, "all"])
     parser.add_argument("--out", type=Path, default=Path("docs/bench/defrag.json"))
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and arguments.part in GPU_PARTS:
-        parser.error(f"{arguments.part} needs a CUDA GPU; churn runs without")
-    parts = {"churn": lambda: churn(device), "kernel": kernel, "move": move, "compaction": compaction, "serve": serve}
-    everything = list(parts) if device == "cuda" else ["churn"]
+        parser.error(f"{arguments.part} needs a CUDA GPU; churn and map run without")
+    picture = arguments.out.with_name("kv-map.png")
+    parts = {
+        "churn": lambda: churn(device),
+        "map": lambda: draw_map(device, picture),
+        "kernel": kernel,
+        "move": move,
+        "compaction": compaction,
+        "serve": serve,
+    }
+    everything = list(parts) if device == "cuda" else ["churn", "map"]
     wanted = everything if arguments.part == "all" else [arguments.part]
     results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for part in wanted:

@@ -127,7 +127,6 @@ class World:
             )
         )
         self.count = 0
-        self._batch_reqs: list = []
 
     # -- what happens to requests --
 
@@ -230,7 +229,7 @@ class World:
         moves = compactor.plan(survey, window, budget_units)
         if moves is None:
             return 0
-        pools = [compactor.Pool(pool.kv_buffer, self.page_size) for pool in self.pools]
+        pools = [compactor.Pool(pool.kv_buffer, self.page_size) for pool in self.pools if self.with_kv]
         compactor.commit(survey, moves, pools, at_stage)
         return moves.gaps_closed
 

@@ -27,7 +27,7 @@ def _series() -> SimpleNamespace:
         largest_free_run=gauge("largest_free_run", "Units of the longest run of free KV"),
         partial_blocks=gauge("partial_blocks", "Aligned blocks of KV units that are partly used"),
         passes=Counter("sm120:kv_compaction_passes", "Passes of KV compaction that moved something"),
-        units=Counter("sm120:kv_compaction_units", "KV units that passes of compaction looked at"),
+        units=Counter("sm120:kv_compaction_units", "KV units that passes of compaction moved"),
         seconds=Counter("sm120:kv_compaction_seconds", "Seconds in passes of KV compaction"),
     )
 
