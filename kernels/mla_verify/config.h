@@ -58,7 +58,7 @@ struct Config {
   static constexpr int kSharedBytes = kStages0 + kStages * kStageBytes;
 
   static_assert(kStages >= 4, "probabilities of tile n reuse a buffer that tile n + 1's landing proves free");
-  static_assert(8 * (2 * kStages + kProbBuffers) <= kFlags);
+  static_assert(8 * (2 * kStages + kProbBuffers + 2) <= kFlags);
   static_assert(kStages0 % 16 == 0 && kPartials % 16 == 0 && kProbs % 16 == 0);
 };
 

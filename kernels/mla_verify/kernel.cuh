@@ -20,6 +20,7 @@
 //   landed[stage]  value threads' copies      -> score warps
 //   ready[3]       score warps' probabilities -> value warps
 //   done[stage]    value warps                -> stage free for the next copy
+//   exchanged[2]   score warps' partials      -> score warps
 // probs[n % 3] needs no barrier of its own: it is free once tile n - 3 is done, and with 4 stages the landing of tile
 // n + 1, which took that tile's stage, already proves it.
 #include "ptx.cuh"
@@ -37,6 +38,7 @@ struct Barriers {
   __device__ uint32_t landed(int stage) const { return base + 8 * stage; }
   __device__ uint32_t done(int stage) const { return base + 8 * (Stages + stage); }
   __device__ uint32_t ready(int buffer) const { return base + 8 * (2 * Stages + buffer); }
+  __device__ uint32_t exchanged(int half) const { return base + 8 * (2 * Stages + kProbBuffers + half); }
 };
 
 // A position in a ring of stages or buffers, advanced tile by tile.
@@ -48,6 +50,19 @@ struct Ring {
     if (++slot == Slots) slot = 0, parity ^= 1;
   }
 };
+
+// A warp's arrival, made by one lane for all. Race checkers follow only threads that arrive themselves: for them every lane
+// can be made to (SM120_ALL_LANES_ARRIVE).
+#ifdef SM120_ALL_LANES_ARRIVE
+constexpr int kWarpArrivals = 32;
+__device__ __forceinline__ void arrive(uint32_t mbar, int) { ptx::mbarrier_arrive(mbar); }
+#else
+constexpr int kWarpArrivals = 1;
+__device__ __forceinline__ void arrive(uint32_t mbar, int lane) {
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(mbar);
+}
+#endif
 
 __device__ __forceinline__ float soft_cap(float logit, float cap) {
   const float e = ptx::exp2_approx(logit * (2.0f * kLog2e / cap));  // tanh(x) = 1 - 2 / (e^2x + 1)
@@ -61,6 +76,7 @@ struct ScoreRole {
   using Cfg = Config<Kv, RowGroups>;
   using Mma = typename Kv::Mma;
   static constexpr int kSteps = kHeadDim / kScoreWarps / 16;  // k16 steps of a warp's column quarter
+  static constexpr int kPairs = (kSteps + 1) / 2;
   static constexpr int kOwned = Cfg::kOwnedGroups;            // warp w owns row groups w and w + 4
 
   const Args& a;
@@ -68,7 +84,10 @@ struct ScoreRole {
   Barriers<Cfg::kStages> bars;
   int warp, lane;
   uint32_t q[kSteps][RowGroups][2];                           // Q^T fragments
-  float s[RowGroups][4];                                      // partial S^T: (token lane / 4, + 8) x (row 2 (lane % 4), + 1)
+
+  // Partial S^T of a tile: (token lane / 4, + 8) x (row 2 (lane % 4), + 1) of each row group. Two take turns, so that the
+  // products of one tile need not wait until the other's have been read out.
+  using Partials = float[RowGroups][4];
 
   // Softmax state of the owned groups' two rows of this thread, log2 units. The sum is this thread's share.
   float reference[kOwned][2], row_sum[kOwned][2];
@@ -106,40 +125,39 @@ struct ScoreRole {
     }
   }
 
-  // Adds this warp's columns [16 Begin, 16 End) of the stage to the partial S^T.
-  template <int Begin, int End>
-  __device__ void multiply(uint32_t stage) {
-    if constexpr (Begin == 0) {
+  // K fragments of k16 steps 2 pair and 2 pair + 1 of this warp's columns, as stored.
+  __device__ void load_keys(uint32_t stage, int pair, uint32_t (&raw)[2][4]) const {
+    const uint32_t tokens =
+        stage + (lane % 16) * Cfg::kRowStride + warp * (Cfg::kRowBytes / kScoreWarps) + pair * 32 * Kv::kBytes;
+    const bool two_steps = 2 * pair + 1 < kSteps;
+    if constexpr (Kv::kBytes == 2) {
+      ptx::ldmatrix_x4(raw[0], tokens + lane / 16 * 16);
+      if (two_steps) ptx::ldmatrix_x4(raw[1], tokens + lane / 16 * 16 + 32);
+    } else if (two_steps) {
+      ptx::ldmatrix_x4(raw[0], tokens + lane / 16 * 16);
+    } else {
+      ptx::ldmatrix_x2(raw[0][0], raw[0][1], tokens);
+    }
+  }
+
+  // Adds those steps' products to the partial S^T; the first pair starts it.
+  __device__ void multiply(int pair, const uint32_t (&raw)[2][4], Partials& s) const {
+    if (pair == 0) {
 #pragma unroll
       for (int j = 0; j < RowGroups; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.f;
     }
-    const uint32_t tokens = stage + (lane % 16) * Cfg::kRowStride + warp * (Cfg::kRowBytes / kScoreWarps);
-    if constexpr (Kv::kBytes == 2) {
-      const uint32_t address = tokens + (lane / 16) * 16;
 #pragma unroll
-      for (int step = Begin; step < End; ++step) {
-        uint32_t k[4];
-        ptx::ldmatrix_x4(k, address + step * 32);
+    for (int i = 0; i < 2 && 2 * pair + i < kSteps; ++i) {
+      uint32_t k[4];
+      if constexpr (Kv::kBytes == 2) {
 #pragma unroll
-        for (int j = 0; j < RowGroups; ++j) ptx::mma_16816<Mma>(s[j], k, q[step][j]);
+        for (int r = 0; r < 4; ++r) k[r] = raw[i][r];
+      } else {
+        k[0] = ptx::e4m3x2_to_half2(raw[0][2 * i]), k[1] = ptx::e4m3x2_to_half2(raw[0][2 * i + 1]);
+        k[2] = ptx::e4m3x2_to_half2(raw[0][2 * i] >> 16), k[3] = ptx::e4m3x2_to_half2(raw[0][2 * i + 1] >> 16);
       }
-    } else {
 #pragma unroll
-      for (int pair = Begin; pair < End; pair += 2) {
-        uint32_t raw[4];
-        if (pair + 1 < End) {
-          ptx::ldmatrix_x4(raw, tokens + (lane / 16) * 16 + pair * 16);
-        } else {
-          ptx::ldmatrix_x2(raw[0], raw[1], tokens + pair * 16);
-        }
-#pragma unroll
-        for (int i = 0; i < 2 && pair + i < End; ++i) {
-          const uint32_t k[4] = {ptx::e4m3x2_to_half2(raw[2 * i]), ptx::e4m3x2_to_half2(raw[2 * i + 1]),
-                                 ptx::e4m3x2_to_half2(raw[2 * i] >> 16), ptx::e4m3x2_to_half2(raw[2 * i + 1] >> 16)};
-#pragma unroll
-          for (int j = 0; j < RowGroups; ++j) ptx::mma_16816<Mma>(s[j], k, q[pair + i][j]);
-        }
-      }
+      for (int j = 0; j < RowGroups; ++j) ptx::mma_16816<Mma>(s[j], k, q[2 * pair + i][j]);
     }
   }
 
@@ -149,7 +167,7 @@ struct ScoreRole {
   }
 
   // Sends the partials of other warps' groups to their owners; own[] keeps the rest, -inf where there is no i-th group.
-  __device__ void send_partials(float (&own)[kOwned][4]) const {
+  __device__ void send_partials(const Partials& s, float (&own)[kOwned][4]) const {
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) own[i][0] = own[i][1] = own[i][2] = own[i][3] = -INFINITY;
 #pragma unroll
@@ -218,8 +236,21 @@ struct ScoreRole {
     }
   }
 
+  __device__ void exponentiate(const float (&x)[kOwned][4], float (&prob)[kOwned][4]) const {
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float r = reference[i][c % 2];
+        prob[i][c] = ptx::exp2_approx(x[i][c] - (r == -INFINITY ? 0.f : r));
+      }
+    }
+  }
+
   // Online softmax of the owned rows' logits (log2 units): probabilities to shared memory.
   __device__ void softmax(const float (&x)[kOwned][4]) {
+    float prob[kOwned][4];
+    exponentiate(x, prob);                                    // right unless a reference has to rise
     bool exceeds = false;
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
@@ -227,21 +258,18 @@ struct ScoreRole {
       exceeds |= fmaxf(x[i][1], x[i][3]) > reference[i][1] + kRescaleSlack;
     }
     const bool raises = __any_sync(~0u, exceeds);
-    if (raises) raise_references(x);
+    if (__builtin_expect(raises, 0)) {
+      raise_references(x);
+      exponentiate(x, prob);
+    }
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
-      float prob[4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float r = reference[i][c % 2];
-        prob[c] = ptx::exp2_approx(x[i][c] - (r == -INFINITY ? 0.f : r));
-      }
-      row_sum[i][0] += prob[0] + prob[2];
-      row_sum[i][1] += prob[1] + prob[3];
+      row_sum[i][0] += prob[i][0] + prob[i][2];
+      row_sum[i][1] += prob[i][1] + prob[i][3];
       if (owned(i) < RowGroups) {
         char* at = smem + Cfg::kProbs + buffer.slot * Cfg::kProbBytes + lane / 4 * Cfg::kProbStride + owned(i) * 16 + lane % 4 * 4;
-        *reinterpret_cast<uint32_t*>(at) = ptx::pack2<Mma>(prob[0], prob[1]);
-        *reinterpret_cast<uint32_t*>(at + 8 * Cfg::kProbStride) = ptx::pack2<Mma>(prob[2], prob[3]);
+        *reinterpret_cast<uint32_t*>(at) = ptx::pack2<Mma>(prob[i][0], prob[i][1]);
+        *reinterpret_cast<uint32_t*>(at + 8 * Cfg::kProbStride) = ptx::pack2<Mma>(prob[i][2], prob[i][3]);
         if (lane == 0) reinterpret_cast<uint8_t*>(smem + Cfg::kFlags)[buffer.slot * 8 + owned(i)] = raises;
       }
     }
@@ -281,18 +309,32 @@ struct ScoreRole {
 
   // Exchange and softmax of `tile`, whose partials are in s, with the products of the next tile around them.
   template <bool HasNext, bool Plain>
-  __device__ void step(const Segment& segment, int tile) {
+  __device__ void step(const Segment& segment, int tile, const Partials& s, Partials& s_next) {
     float x[kOwned][4];
+    uint32_t keys[2][2][4];                                   // loaded a pair of steps ahead of their products
     const uint32_t stage = stages + next.slot * Cfg::kStageBytes;
     if (!HasNext || Cfg::kStages > 4) wait_probs_free();
-    if constexpr (HasNext) wait_landed();
-    send_partials(x);
-    if constexpr (HasNext) multiply<0, 4>(stage);
-    ptx::named_barrier_sync(1, kScoreThreads);
+    if constexpr (HasNext) {
+      wait_landed();
+      load_keys(stage, 0, keys[0]);
+    }
+    send_partials(s, x);
+    arrive(bars.exchanged(exchange), lane);
+    if constexpr (HasNext) {
+      load_keys(stage, 1, keys[1]);
+      multiply(0, keys[0], s_next);
+      load_keys(stage, 2, keys[0]);
+      multiply(1, keys[1], s_next);
+    }
+    ptx::mbarrier_wait(bars.exchanged(exchange), (tiles_done / 2) & 1);
     receive_partials(x);
     exchange ^= 1;
     if constexpr (HasNext) {
-      multiply<4, kSteps>(stage);
+#pragma unroll
+      for (int pair = 2; pair < kPairs; ++pair) {
+        if (pair + 1 < kPairs) load_keys(stage, pair + 1, keys[(pair + 1) % 2]);
+        multiply(pair, keys[pair % 2], s_next);
+      }
       next.advance();
     }
     const float scale = a.p.sm_scale * a.p.kv_scale;
@@ -310,8 +352,7 @@ struct ScoreRole {
     if constexpr (!Plain) mask(x, tile);
     softmax(x);
     if constexpr (!HasNext) finish(segment);
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(bars.ready(buffer.slot));
+    arrive(bars.ready(buffer.slot), lane);
     buffer.advance();
     ++tiles_done;
   }
@@ -330,17 +371,33 @@ struct ScoreRole {
         reference[i][0] = reference[i][1] = -INFINITY;
         row_sum[i][0] = row_sum[i][1] = 0.f;
       }
+      Partials even, odd;
       wait_landed();
-      multiply<0, kSteps>(stages + next.slot * Cfg::kStageBytes);
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        uint32_t keys[2][4];
+        load_keys(stages + next.slot * Cfg::kStageBytes, pair, keys);
+        multiply(pair, keys, even);
+      }
       next.advance();
       // Tiles that lie wholly in the prefix need no mask.
       const int plain_end = a.p.logit_cap > 0.f ? 0 : min(prefix / kTileTokens, segment.tile_end - 1);
       int tile = segment.tile_begin;
 #pragma unroll 1
-      for (; tile < plain_end; ++tile) step<true, true>(segment, tile);
+      for (; tile + 1 < plain_end; tile += 2) {
+        step<true, true>(segment, tile, even, odd);
+        step<true, true>(segment, tile + 1, odd, even);
+      }
 #pragma unroll 1
-      for (; tile < segment.tile_end - 1; ++tile) step<true, false>(segment, tile);
-      step<false, false>(segment, tile);
+      for (; tile < segment.tile_end - 1; ++tile) {
+        step<true, false>(segment, tile, even, odd);
+#pragma unroll
+        for (int j = 0; j < RowGroups; ++j) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) even[j][c] = odd[j][c];
+        }
+      }
+      step<false, false>(segment, tile, even, odd);
     } while (work.next(a));
   }
 };
@@ -348,8 +405,7 @@ struct ScoreRole {
 // ---------------------------------------------------------------------------------------------------- value warps ----
 
 // Copies KV rows, a tile at a time, ahead of their use; 8 lanes a token, 4 tokens a warp. Slots are read 8 tiles at a
-// time, a lane per (tile, token of the warp), into two registers that take turns: the look-up's latency is not waited
-// for inside a segment.
+// time, a lane per (tile, token of the warp), and a batch ahead, so that inside a segment their latency is not waited for.
 template <typename Kv, int RowGroups>
 struct Loader {
   using Cfg = Config<Kv, RowGroups>;
@@ -361,16 +417,18 @@ struct Loader {
   Work work;
   int warp, lane;
   int left;                                                   // tiles still to issue
-  int tile, turn;                                             // next tile; its place in the two batches of slots
-  bool reused = false;                                        // the ring has gone round: stages must be waited for
+  int batch_left;                                             // of them, whose slots are here
+  int from;                                                   // lane that holds the next tile's slot of this thread's token
+  int batch_tile;                                             // first tile of the batch
+  int length, slots_now, slots_next;                          // of the current segment; this lane's slots
+  const int32_t* slots;
+  const char* pool;                                           // kv, at this lane's piece of a row
   uint32_t target;                                            // this thread's place in stage 0
   Ring<Cfg::kStages> ring;
-  int length, even_slots, odd_slots;                          // of the current segment; this lane's slots
-  const int32_t* slots;
-  const char* source;                                         // of the next tile's token
 
   __device__ Loader(const Args& args, Barriers<Cfg::kStages> barriers, uint32_t stages, const Work& w, int thread)
       : a(args), bars(barriers), work(w), warp(thread / 32), lane(thread % 32), left(w.left) {
+    pool = static_cast<const char*>(a.p.kv) + lane % kLanes * 16;
     target = stages + (warp * kWarpTokens + lane / kLanes) * Cfg::kRowStride + lane % kLanes * 16;
     enter_segment();
   }
@@ -380,11 +438,9 @@ struct Loader {
     length = kv_len(a, batch);
     slots = a.p.req_to_token +
             int64_t(a.p.req_pool_indices[int64_t(batch) * a.p.req_pool_indices_stride]) * a.p.req_to_token_stride;
-    tile = work.segment.tile_begin;
-    turn = 0;
-    even_slots = fetch_slot(tile);
-    odd_slots = fetch_slot(tile + kBatchTiles);
-    source = row_of(0);
+    slots_next = fetch_slot(work.segment.tile_begin);
+    batch_tile = work.segment.tile_begin - kBatchTiles;
+    next_batch();
   }
 
   // Past the end the last token again: finite values, whose probability is 0.
@@ -393,22 +449,20 @@ struct Loader {
     return slots[min(at, length - 1)];
   }
 
-  // Row of this thread's token in the tile at `place` of the two batches.
-  __device__ const char* row_of(int place) const {
-    const int from = kWarpTokens * (place % kBatchTiles) + lane / kLanes;
-    int slot;
-    if (place & kBatchTiles) {
-      slot = __shfl_sync(~0u, odd_slots, from);
-    } else {
-      slot = __shfl_sync(~0u, even_slots, from);
-    }
-    return static_cast<const char*>(a.p.kv) + uint64_t(uint32_t(slot)) * uint32_t(a.p.kv_stride_bytes) + lane % kLanes * 16;
+  __device__ void next_batch() {
+    batch_tile += kBatchTiles;
+    slots_now = slots_next;
+    slots_next = fetch_slot(batch_tile + kBatchTiles);
+    batch_left = min(work.segment.tile_end - batch_tile, kBatchTiles);
+    from = lane / kLanes;
   }
 
   // Issues the next tile's copy into its stage, once the value warps have left it.
   __device__ void issue() {
-    if (left <= 0) return;
-    if (reused) ptx::mbarrier_wait(bars.done(ring.slot), ring.parity ^ 1);
+    if (left == 0) return;
+    const int slot = __shfl_sync(~0u, slots_now, from);
+    ptx::mbarrier_wait(bars.done(ring.slot), ring.parity ^ 1);  // a fresh barrier counts as done
+    const char* source = pool + uint64_t(uint32_t(slot)) * uint32_t(a.p.kv_stride_bytes);
     const uint32_t to = target + ring.slot * Cfg::kStageBytes;
 #pragma unroll
     for (int i = 0; i < kChunks / kLanes; ++i) ptx::cp_async_16(to + i * kLanes * 16, source + i * kLanes * 16);
@@ -417,22 +471,16 @@ struct Loader {
       if (lane % kLanes < kChunks % kLanes) ptx::cp_async_16(to + kDone, source + kDone);
     }
     ptx::cp_async_arrive(bars.landed(ring.slot));
-  }
-
-  // Steps to the tile after the issued one. Apart from issue(), so that the address is found while copies are under way.
-  __device__ void advance() {
     ring.advance();
-    reused |= ring.slot == 0;
-    if (--left <= 0) return;
-    if (++tile == work.segment.tile_end) {
+    from += kWarpTokens;
+    --left;
+    if (--batch_left > 0 || left == 0) return;
+    if (batch_tile + kBatchTiles < work.segment.tile_end) {
+      next_batch();
+    } else {
       work.next(a);
       enter_segment();
-      return;
     }
-    turn = (turn + 1) % (2 * kBatchTiles);
-    source = row_of(turn);
-    if (turn == kBatchTiles) even_slots = fetch_slot(tile + kBatchTiles);
-    if (turn == 0) odd_slots = fetch_slot(tile + kBatchTiles);
   }
 };
 
@@ -546,10 +594,7 @@ struct ValueRole {
   __device__ void run(Work work) {
     const uint32_t stages = ptx::smem_addr(smem + Cfg::kStages0), probs = ptx::smem_addr(smem + Cfg::kProbs);
     Loader<Kv, RowGroups> loader(a, bars, stages, work, threadIdx.x - kScoreThreads);
-    for (int n = 0; n + 1 < Cfg::kStages; ++n) {
-      loader.issue();
-      loader.advance();
-    }
+    for (int n = 0; n + 1 < Cfg::kStages; ++n) loader.issue();
     Ring<Cfg::kStages> ring;
     Ring<kProbBuffers> buffer;
     do {
@@ -582,9 +627,7 @@ struct ValueRole {
 #pragma unroll
           for (int j = 0; j < RowGroups; ++j) scale_group(j, factors);
         }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(bars.done(ring.slot));
-        loader.advance();
+        arrive(bars.done(ring.slot), lane);
         ring.advance();
         buffer.advance();
       }
@@ -601,9 +644,10 @@ __global__ void __launch_bounds__(kThreads, 1) verify_kernel(const __grid_consta
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Cfg::kStages; ++stage) {
       ptx::mbarrier_init(bars.landed(stage), kValueThreads);
-      ptx::mbarrier_init(bars.done(stage), kValueWarps);
+      ptx::mbarrier_init(bars.done(stage), kValueWarps * kWarpArrivals);
     }
-    for (int buffer = 0; buffer < kProbBuffers; ++buffer) ptx::mbarrier_init(bars.ready(buffer), kScoreWarps);
+    for (int n = 0; n < kProbBuffers; ++n) ptx::mbarrier_init(bars.ready(n), kScoreWarps * kWarpArrivals);
+    for (int half = 0; half < 2; ++half) ptx::mbarrier_init(bars.exchanged(half), kScoreWarps * kWarpArrivals);
   }
   ptx::launch_dependents();                                   // the merge may be set up; it waits for this grid to end
   if (threadIdx.x < kProbBuffers * 8) reinterpret_cast<uint8_t*>(smem + Cfg::kFlags)[threadIdx.x] = 0;

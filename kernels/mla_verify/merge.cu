@@ -1,13 +1,13 @@
 // Second launch: combines the partial results of split requests, and defines the rows that nothing computed
-// (padded requests, rows past the batch): output 0, log-sum-exp -inf. A block per query row, a thread per 4 latents.
+// (padded requests, rows past the batch): output 0, log-sum-exp -inf. A thread adds up 4 latents over every n-th partial;
+// a row is one block, or four where there are few rows.
 #include "ptx.cuh"
 #include "work.cuh"
 
 namespace sm120::mla {
 
-constexpr int kMergeColumns = kLatentDim / 4;       // threads across a row
-constexpr int kMergeLanes = 4;                      // partials taken side by side
-constexpr int kMergeThreads = kMergeColumns * kMergeLanes;
+constexpr int kMaxMergeThreads = 512;
+constexpr int kFewRows = 1024;                      // up to here a row gets 4 blocks of 512 threads, beyond 1 of 128
 
 // The partials of one row: `count` of them, in slots first, first + stride, ... (the first one in `first_slot`).
 struct Partials {
@@ -45,7 +45,7 @@ __device__ int request_of(const Args& a, int token) {
   return low;
 }
 
-__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(kMaxMergeThreads) merge_kernel(const __grid_constant__ Args a) {
   ptx::wait_for_previous_launch();
   const int64_t global_row = blockIdx.x;
   const int token = global_row / a.p.heads, rows = a.part.row_groups * 8;
@@ -59,33 +59,34 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   }
   if (partials.count == 1) return;                  // the block wrote the result itself
 
-  // Every warp finds the largest log-sum-exp by itself; then each lane of the block adds every kMergeLanes-th partial, and
-  // the lanes are added in order: two runs give the same bits.
+  // Every warp finds the largest log-sum-exp by itself; then each adder takes every n-th partial, and the adders are
+  // added in order: two runs give the same bits.
   const auto lse_of = [&](int i) { return a.ws.lse[int64_t(partials.slot(i)) * kMaxRows + row_in_tile]; };
   float peak = -INFINITY;
   for (int i = threadIdx.x % 32; i < partials.count; i += 32) peak = fmaxf(peak, lse_of(i));
   for (int step = 16; step > 0; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
   const float reference = peak == -INFINITY ? 0.f : peak;
 
-  const int column = threadIdx.x % kMergeColumns, merge_lane = threadIdx.x / kMergeColumns;
+  const int columns = kLatentDim / 4 / gridDim.y, adders = blockDim.x / columns;
+  const int adder = threadIdx.x / columns, column = blockIdx.y * columns + threadIdx.x % columns;
   float sum = 0.f;
   float4 total = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 8
-  for (int i = merge_lane; i < partials.count; i += kMergeLanes) {
+  for (int i = adder; i < partials.count; i += adders) {
     const float weight = __expf(lse_of(i) - reference);
     const float4 v = reinterpret_cast<const float4*>(
         a.ws.out + (int64_t(partials.slot(i)) * kMaxRows + row_in_tile) * kLatentDim)[column];
     sum += weight;
     total.x += weight * v.x, total.y += weight * v.y, total.z += weight * v.z, total.w += weight * v.w;
   }
-  __shared__ float4 totals[kMergeLanes][kMergeColumns];
-  __shared__ float sums[kMergeLanes];
-  totals[merge_lane][column] = total;
-  if (column == 0) sums[merge_lane] = sum;
+  __shared__ float4 totals[kMaxMergeThreads];
+  __shared__ float sums[kMaxMergeThreads];
+  totals[threadIdx.x] = total;
+  sums[threadIdx.x] = sum;
   __syncthreads();
-  if (merge_lane != 0) return;
-  for (int other = 1; other < kMergeLanes; ++other) {
-    const float4 v = totals[other][column];
+  if (adder != 0) return;
+  for (int other = threadIdx.x + columns; other < blockDim.x; other += columns) {
+    const float4 v = totals[other];
     sum += sums[other];
     total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
   }
@@ -101,8 +102,9 @@ int launch_merge(const Args& args, void* stream) {
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(args.p.total_q * args.p.heads);
-  config.blockDim = dim3(kMergeThreads);
+  const unsigned rows = args.p.total_q * args.p.heads;
+  config.gridDim = rows <= kFewRows ? dim3(rows, 4) : dim3(rows);
+  config.blockDim = dim3(rows <= kFewRows ? kMaxMergeThreads : kLatentDim / 4);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
   config.numAttrs = args.p.early_launch ? 1 : 0;
