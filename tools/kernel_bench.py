@@ -3,8 +3,8 @@
 `bench` writes docs/bench/kernel.{json,md,png}; `gpu-report` runs a correctness pass and a short table and writes
 build/gpu-report.md, something to attach to an issue.
 
-All figures are medians of CUDA-graph replays, L2 in the state the previous replay left it, as in a server that steps layer by
-layer. A peer that is not installed or does not run gives null: SGLang's Triton kernels (the stock path of
+All figures are medians of CUDA-graph replays, L2 in the state the previous replay left it. A peer that is
+not installed or does not run gives null: SGLang's Triton kernels (the stock path of
 TARGET_VERIFY and of decode), FlashMLA (Hopper only, no tree mask), FlashInfer FA2 (the peer built on mma.sync) and FA3.
 """
 
@@ -34,7 +34,7 @@ FP8_SCALE = 1 / 16
 
 @dataclass(frozen=True)
 class Shape:
-    """One row of the table. `layout`: scattered (page size 1, random slots), reversed or contiguous; page 64: random pages."""
+    """One row of the table. `layout`: scattered (random pages; random slots at page size 1) or contiguous."""
 
     h: int
     bs: int
@@ -46,29 +46,30 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
+        """Bytes of latent rows, each counted once."""
         return self.bs * self.ctx * 576 * (1 if self.kv_dtype == "fp8" else 2)
 
     @property
     def flop(self) -> int:
+        """Operations of both products."""
         return self.bs * self.ctx * self.h * self.q * FLOP_PER_ROW_AND_TOKEN
 
 
 SHORT = [Shape(8, 1, 4096, 9), Shape(8, 1, 185_000, 1), Shape(8, 1, 185_000, 9), Shape(8, 1, 185_000, 33)]
 FULL = [
-    *(Shape(8, 1, 4096, q) for q in (1, 9, 17, 33)),
-    *(Shape(8, 1, 8192, q) for q in (1, 9)),
-    *(Shape(8, 1, 32_768, q) for q in (1, 9, 17, 33)),
     *(Shape(8, 1, 185_000, q) for q in (1, 9, 17, 33, 65)),
-    Shape(8, 4, 32_768, 17),
+    *(Shape(8, 1, 4096, q) for q in (1, 9, 17, 33)),
+    *(Shape(8, 1, 32_768, q) for q in (1, 9, 17, 33)),
     *(Shape(8, 4, 185_000, q) for q in (1, 9, 33)),
+    *(Shape(8, bs, 185_000, q, kv_dtype="fp8") for bs in (1, 4) for q in (1, 9, 33)),
+    *(Shape(8, 1, 185_000, q, layout="contiguous") for q in (1, 9, 33)),
     *(Shape(16, 1, 185_000, q) for q in (1, 9, 33)),
     *(Shape(64, 1, 185_000, q) for q in (1, 9)),
     Shape(64, 4, 185_000, 33),
-    *(Shape(8, 1, 185_000, q, layout="contiguous") for q in (1, 9, 33)),
+    *(Shape(64, 1, 185_000, q, kv_dtype="fp8") for q in (1, 9)),
+    *(Shape(8, 1, 8192, q) for q in (1, 9)),
     *(Shape(8, 1, 185_000, q, page=64) for q in (1, 9, 33)),
-    *(Shape(8, bs, 185_000, q, kv_dtype="fp8") for bs in (1, 4) for q in (1, 9, 33)),
-    Shape(64, 1, 185_000, 1, kv_dtype="fp8"),
-    Shape(64, 1, 185_000, 9, kv_dtype="fp8"),
+    Shape(8, 4, 32_768, 17),
 ]
 
 
@@ -141,6 +142,7 @@ def time_ms(call: Callable[[], object], repeats: int = 20) -> float:
 
 
 def ours(case: Case) -> Callable[[], object]:
+    """The verify kernel, outputs and workspace made beforehand."""
     out, lse = case.q.new_empty(*case.q.shape[:2], 512), torch.empty(case.q.shape[:2], device="cuda")
     workspace = ops.new_workspace(case.q.device)
     return lambda: ops.mla_verify(
@@ -162,10 +164,11 @@ def triton_verify(case: Case) -> Callable[[], object]:
     new = pool[case.slots[:, prefix:].flatten()].contiguous()
     indices = case.slots[:, :prefix].flatten().contiguous()
     out = case.q.new_empty(*case.q.shape[:2], 512)
+    qo_indptr, kv_indptr, mask_indptr = indptr * s.q, indptr * prefix, indptr.long() * (s.q * s.ctx)
     flat = mask.flatten()
     return lambda: extend_attention_fwd(
-        case.q, new, new[..., :512], out, pool, pool[..., :512], indptr * s.q, indptr * prefix, indices, flat, True,
-        indptr.long() * s.q * s.ctx, s.q, 1.0, 1.0, sm_scale=SM_SCALE,
+        case.q, new, new[..., :512], out, pool, pool[..., :512], qo_indptr, kv_indptr, indices, flat, True,
+        mask_indptr, s.q, 1.0, 1.0, sm_scale=SM_SCALE,
     )  # fmt: skip
 
 
@@ -233,6 +236,7 @@ def try_time(
 
 
 def peers(case: Case, errors: dict[str, str]) -> dict[str, float | None]:
+    """Milliseconds of every peer on this case; `errors` collects why one did not run."""
     bf16 = case.shape.kv_dtype == "bf16"
     stock = triton_decode if case.shape.q == 1 else triton_verify
     run = {
@@ -245,19 +249,16 @@ def peers(case: Case, errors: dict[str, str]) -> dict[str, float | None]:
 
 
 def ceilings() -> dict[str, float]:
-    """Measured read bandwidth (sum over 4 GB), copy bandwidth (read + write) and bf16 matmul rate on random data."""
+    """Measured read bandwidth (sum over 4 GB) and bf16 matmul rate, on random data."""
     data = torch.randn(1 << 30, device="cuda")
     read = data.numel() * 4 / time_ms(lambda: data.sum()) / 1e6
-    target = torch.empty_like(data)
-    copy = 2 * data.numel() * 4 / time_ms(lambda: target.copy_(data)) / 1e6
-    del data, target
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     matmul = 2 * 8192**3 / time_ms(lambda: a @ b) / 1e9
-    return {"read_gbps": round(read), "copy_gbps": round(copy), "matmul_tflops": round(matmul)}
+    return {"read_gbps": round(read), "matmul_tflops": round(matmul)}
 
 
-def measure(shapes: list[Shape], with_peers: bool) -> dict[str, object]:
-    """The whole report as JSON: hardware, ceilings, and a row a shape."""
+def measure(shapes: list[Shape], with_peers: bool, keep: Callable[[dict], None]) -> dict[str, object]:
+    """The whole report as JSON: hardware, ceilings, and a row a shape. `keep` gets what there is after each shape."""
     top = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "kernel_hash": kernels.source_hash()}
     top |= {"sms": torch.cuda.get_device_properties(0).multi_processor_count, **ceilings()}
     top["workspace_bytes"] = ops.workspace_bytes(torch.device("cuda", torch.cuda.current_device()))
@@ -274,6 +275,7 @@ def measure(shapes: list[Shape], with_peers: bool) -> dict[str, object]:
         print(format_row(row), flush=True)
         del case
         torch.cuda.empty_cache()
+        keep(top | {"peers_not_run": errors, "rows": rows})
     return top | {"peers_not_run": errors, "rows": rows}
 
 
@@ -294,11 +296,13 @@ COLUMNS = (
 
 
 def format_row(row: dict[str, object]) -> str:
+    """A row as a line of the Markdown table."""
     keys = [row["h"], row["bs"], f"{row['ctx']:,}", row["q"], row["page"], row["kv_dtype"], row["layout"]]
     return "| " + " | ".join([*map(str, keys), *(_cell(row.get(column)) for column in COLUMNS)]) + " |"
 
 
 def markdown(report: dict[str, object]) -> str:
+    """The report as a Markdown page."""
     header = (
         "| H | bs | context | q | page | KV | layout | ours | Triton | FlashMLA | FA2 | FA3 | GB/s | TFLOP/s | % roof |"
     )
@@ -306,9 +310,9 @@ def markdown(report: dict[str, object]) -> str:
         f"# Verify kernel on {report['gpu']}",
         "",
         f"torch {report['torch']}, kernels {report['kernel_hash'][:12]}, {report['sms']} SMs. Measured ceilings: read "
-        f"{report['read_gbps']:,} GB/s, copy {report['copy_gbps']:,} GB/s, bf16 matmul {report['matmul_tflops']} TFLOP/s. "
+        f"{report['read_gbps']:,} GB/s, matmul {report['matmul_tflops']} TFLOP/s. "
         f"Workspace {report['workspace_bytes']:,} B, whatever the shape.",
-        "Milliseconds a layer, median of CUDA-graph replays, one run. Triton is SGLang's extend kernel with a custom mask (q > 1) or "
+        "Milliseconds a layer, median of graph replays, one run. Triton is SGLang's extend kernel with mask (q > 1) or "
         "its decode kernel (q = 1). FlashMLA reads 64-token pages in every row. GB/s and TFLOP/s count each latent row "
         "and each product once; the roof is the larger of bytes over read bandwidth and products over matmul rate.",
         "",
@@ -335,8 +339,8 @@ def plot(report: dict[str, object], path: Path) -> None:
     ]
     longest = max(r["ctx"] for r in rows)
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
-    names = {"ours_ms": "ours", "triton_ms": "SGLang Triton", "flashmla_ms": "FlashMLA", "flashinfer_ms": "FlashInfer FA2",
-             "flashinfer_fa3_ms": "FlashInfer FA3"}  # fmt: skip
+    names = {"ours_ms": "ours", "triton_ms": "SGLang Triton", "flashmla_ms": "FlashMLA", "flashinfer_ms": "FA2",
+             "flashinfer_fa3_ms": "FA3"}  # fmt: skip
     for axis, key, chosen, label in (
         (axes[0], "q", [r for r in rows if r["ctx"] == longest], f"new tokens a request, context {longest:,}"),
         (axes[1], "ctx", [r for r in rows if r["q"] == 9], "context, q = 9"),
@@ -354,6 +358,7 @@ def plot(report: dict[str, object], path: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """Runs `bench` or `gpu-report`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.kernels")
     parser.add_argument("verb", choices=("bench", "gpu-report"))
     parser.add_argument("--out", type=Path, default=None, help="folder for the report")
@@ -365,14 +370,16 @@ def main(argv: list[str]) -> int:
     if args.verb == "bench":
         folder = args.out or ROOT / "docs" / "bench"
         folder.mkdir(parents=True, exist_ok=True)
-        report = measure(FULL, not args.no_peers)
-        (folder / "kernel.json").write_text(json.dumps(report, indent=1) + "\n")
-        (folder / "kernel.md").write_text(markdown(report))
-        plot(report, folder / "kernel.png")
+
+        def keep(report: dict[str, object]) -> None:
+            (folder / "kernel.json").write_text(json.dumps(report, indent=1) + "\n")
+            (folder / "kernel.md").write_text(markdown(report))
+
+        plot(measure(FULL, not args.no_peers, keep), folder / "kernel.png")
         return 0
     folder = args.out or ROOT / "build"
     folder.mkdir(parents=True, exist_ok=True)
-    report = measure(SHORT, False)
+    report = measure(SHORT, False, lambda _: None)
     worst = max(oracle_error(Shape(8, 2, 700, q, kv_dtype=kv)) for q in (1, 9, 33) for kv in ("bf16", "fp8"))
     text = markdown(report) + f"\nLargest relative error against the oracle kernel: {worst:.2e}\n"
     (folder / "gpu-report.md").write_text(text)

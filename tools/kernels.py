@@ -159,7 +159,7 @@ def kernel_name(mangled: str) -> str:
     match = _VERIFY.search(mangled)
     if match:
         return f"mla_verify {match[1].lower()} {8 * int(match[2])} rows"
-    return re.findall(r"\d+([a-z]\w*?_kernel)", mangled)[-1]
+    return re.search(r"(merge|oracle|move_kv|pack)_kernel", mangled)[0]
 
 
 def shared_bytes(fp8: bool, row_groups: int) -> int:
@@ -192,34 +192,30 @@ def compiler_report(archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS) -> list[
 
 
 OPCODES = ("HMMA", "LDGSTS", "LDSM", "SYNCS", "MUFU", "LDL", "STL", "HGMMA", "UTCMMA")
-_SASS_ARCH = re.compile(r"^\s*(?:\.target|arch = )\s*(sm_\w+)", re.M)
-_SASS_FUNCTION = re.compile(r"^\s*Function : (\S+)", re.M)
 
 
-def find_cuobjdump() -> str | None:
-    """cuobjdump on PATH, or the one that the `nvidia-cuda-cuobjdump` wheel puts under site-packages."""
+def find_cuobjdump() -> Path | None:
+    """cuobjdump with nvdisasm beside it: on PATH, or where the wheels of tools/requirements.txt put them."""
     for folder in (None, *(f"{p}/nvidia/cu13/bin" for p in sys.path)):
         found = shutil.which("cuobjdump", path=folder)
-        if found:
-            return found
+        if found and shutil.which("nvdisasm", path=Path(found).parent):
+            return Path(found)
     return None
 
 
-def disassembly(library: Path) -> dict[tuple[str, str], Counter[str]]:
-    """Instruction counts by (kernel, arch) of a built library; needs cuobjdump (`pip install nvidia-cuda-cuobjdump`)."""
+def disassembly(library: Path, arch: str) -> dict[str, Counter[str]]:
+    """Instruction counts by kernel of a built library's code for `arch`; needs cuobjdump and nvdisasm."""
     cuobjdump = find_cuobjdump()
     if cuobjdump is None:
-        raise KernelError("no cuobjdump: `pip install nvidia-cuda-cuobjdump`")
-    text = subprocess.run([cuobjdump, "--dump-sass", str(library)], check=True, capture_output=True, text=True).stdout
-    mixes: dict[tuple[str, str], Counter[str]] = {}
-    for section in re.split(r"(?=^Fatbin elf code:)", text, flags=re.M):
-        arch = _SASS_ARCH.search(section)
-        for part in re.split(r"(?=^\s*Function : )", section, flags=re.M)[1:]:
-            counts = Counter(
-                re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9]*)", part, flags=re.M)
-            )
-            mixes[kernel_name(_SASS_FUNCTION.search(part)[1]), arch[1]] = counts
-    return mixes
+        raise KernelError("no cuobjdump: `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`")
+    env = os.environ | {"PATH": f"{cuobjdump.parent}:{os.environ['PATH']}"}
+    command = [cuobjdump, "--dump-sass", "-arch", arch, str(library)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    parts = re.split(r"^[ \t]*Function : (\S+)", text, flags=re.M)[1:]
+    return {
+        kernel_name(function): Counter(re.findall(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][A-Z0-9]*)", code))
+        for function, code in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 def check(usages: list[Usage]) -> list[str]:
@@ -243,7 +239,8 @@ def report_table(usages: list[Usage]) -> str:
     for usage in sorted(usages, key=lambda u: (u.arch, u.kernel)):
         mix = " | ".join(str(usage.mix[op]) if usage.mix else "-" for op in OPCODES[:7])
         lines.append(
-            f"| {usage.kernel} | {usage.arch} | {usage.registers} | {usage.shared_bytes:,} | {usage.spill_bytes} | {mix} |"
+            f"| {usage.kernel} | {usage.arch} | {usage.registers} | {usage.shared_bytes:,} | {usage.spill_bytes} "
+            f"| {mix} |"
         )
     return "\n".join(lines)
 
@@ -251,42 +248,42 @@ def report_table(usages: list[Usage]) -> str:
 def _report(archs: tuple[str, ...], library: Path) -> list[Usage]:
     usages = compiler_report(archs)
     if find_cuobjdump():
-        mixes = disassembly(library)
+        mixes = {arch: disassembly(library, arch) for arch in archs}
         for usage in usages:
-            usage.mix = mixes.get((usage.kernel, usage.arch), Counter())
+            usage.mix = mixes[usage.arch][usage.kernel]
     return usages
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
+    """Runs a verb; returns the exit status."""
+    if argv[:1] in (["bench"], ["gpu-report"]):
+        from tools import kernel_bench  # needs torch, which building does not
+
+        return kernel_bench.main(argv)
+    archs = os.environ.get("ARCHS", "").replace(",", " ").split() or DEFAULT_ARCHS
     parser = argparse.ArgumentParser(prog="python -m tools.kernels", description=__doc__.splitlines()[0])
     parser.add_argument("verb", choices=("build", "report", "hash", "bench", "gpu-report"))
-    archs = os.environ.get("ARCHS", "").replace(",", " ").split() or DEFAULT_ARCHS
     parser.add_argument("--archs", nargs="+", default=archs, metavar="SM", help="default: $ARCHS, else %(default)s")
-    parser.add_argument("--out", type=Path, default=OVERLAY_LIB, help="folder of the .so (build, report)")
+    parser.add_argument("--out", type=Path, default=OVERLAY_LIB, help="folder of the .so")
     parser.add_argument("--check", action="store_true", help="report: fail on spills or too much shared memory")
-    args, rest = parser.parse_known_args()
-    if rest and args.verb not in ("bench", "gpu-report"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args = parser.parse_args(argv)
     try:
-        if args.verb == "build":
-            print(build(args.archs, args.out))
-        elif args.verb == "hash":
+        if args.verb == "hash":
             print(source_hash())
-        elif args.verb == "report":
-            usages = _report(tuple(args.archs), build(args.archs, args.out))
-            print(report_table(usages))
-            problems = check(usages)
-            print("\n".join(problems) or "no spills, shared memory within limits")
-            return 1 if problems and args.check else 0
-        else:
-            from tools import kernel_bench
-
-            return kernel_bench.main([args.verb, *rest])
+            return 0
+        library = build(args.archs, args.out)
+        if args.verb == "build":
+            print(library)
+            return 0
+        usages = _report(tuple(args.archs), library)
+        print(report_table(usages))
+        problems = check(usages)
+        print("\n".join(problems) or "no spills, shared memory within limits")
+        return 1 if problems and args.check else 0
     except KernelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

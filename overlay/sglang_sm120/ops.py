@@ -1,7 +1,8 @@
 """torch.library ops over the C ABI of `lib/libsm120_mla.so` (`kernels/include/sm120_mla.h`), loaded with ctypes.
 
-The library links no torch, so one file serves every torch release. Ops launch on the caller's current stream, allocate nothing
-that outlives the call, never synchronise, and may be captured in a CUDA graph: a captured launch is right for any lengths.
+The library links no torch, so one file serves every torch release. Ops launch on the caller's current stream, allocate
+nothing that outlives the call, never synchronise, and may be captured in a CUDA graph: a captured launch is right for
+any lengths.
 
 `SGLANG_SM120_CHECK_SLOTS=1` also checks every slot against the pool (this synchronises; not under capture).
 """
@@ -78,7 +79,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """Bytes that `mla_verify` needs on this device, whatever the batch, context and q: 4 partial results of 48 rows per SM."""
+    """Bytes that `mla_verify` needs here, whatever the batch, context and q: 4 partial results of 48 rows per SM."""
     return _library().sm120_mla_workspace_bytes(_num_sms(device), MAX_BATCH)
 
 
@@ -113,8 +114,8 @@ def mla_verify(
 
     Args:
         q: `[T, H, 576]` bf16, contiguous, latent part first; H is 1 to 128.
-        kv_pool: `[slots, 576]` or `[slots, 1, 576]`, bf16 or fp8_e4m3 with per-tensor `kv_scale`. Any page size: slots are
-            looked up one by one.
+        kv_pool: `[slots, 576]` or `[slots, 1, 576]`, bf16 or fp8_e4m3 with per-tensor `kv_scale`. Any page size:
+            slots are looked up one by one.
         req_to_token: `[max_requests, max_context]` int32 slot of each token.
         req_pool_indices: `[B]` int32 or int64, each request's row in `req_to_token`.
         kv_lens: `[B]` int32 or int64 tokens of KV, the new ones included; 0 marks a padded request.
@@ -159,7 +160,7 @@ def mla_oracle(
     kv_scale: float = 1.0,
     logit_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mla_verify` by the naive kernel: one block per row, the whole score row in memory. For tests; it synchronises."""
+    """`mla_verify` by the naive kernel: a block per row, the whole score row in memory. For tests; it synchronises."""
     out = q.new_empty((*q.shape[:2], LATENT_DIM))
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     params = _params(
@@ -189,7 +190,7 @@ def move_kv_max_rows() -> int:
 
 
 def pack_tree_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Packs bool visibility `[..., q]` to ancestor words `[..., ceil(q / 32)]` int32 (bit j of word w = new token 32 w + j)."""
+    """Packs bool visibility `[..., q]` to int32 words `[..., ceil(q / 32)]`: bit j of word w = new token 32 w + j."""
     return torch.ops.sglang_sm120.pack_tree_mask(mask)
 
 
@@ -224,8 +225,9 @@ def _params(
     """Checks every argument against what the kernel assumes and packs them."""
     rows, batch = q.shape[0], kv_lens.shape[0]
     tensors = {
-        "q": q, "kv_pool": kv_pool, "req_to_token": req_to_token, "req_pool_indices": req_pool_indices, "kv_lens": kv_lens,
-        "qo_indptr": qo_indptr, "tree_mask": tree_mask, "workspace": workspace, "out": out, "lse": lse,
+        "q": q, "kv_pool": kv_pool, "req_to_token": req_to_token, "req_pool_indices": req_pool_indices,
+        "kv_lens": kv_lens, "qo_indptr": qo_indptr, "tree_mask": tree_mask, "workspace": workspace,
+        "out": out, "lse": lse,
     }  # fmt: skip
     for name, tensor in tensors.items():
         if tensor is not None:
@@ -255,7 +257,7 @@ def _params(
     )
     _expect(
         req_to_token.dtype == torch.int32 and req_to_token.dim() == 2 and req_to_token.stride(1) == 1,
-        f"req_to_token is {req_to_token.dtype} {list(req_to_token.shape)}; it must be int32 [max_requests, max_context]",
+        f"req_to_token is {req_to_token.dtype} {list(req_to_token.shape)}; it must be int32 [requests, context]",
     )
     _expect(batch <= MAX_BATCH, f"kv_lens has {batch} requests; at most {MAX_BATCH} are supported")
     _expect(req_pool_indices.shape == kv_lens.shape, "req_pool_indices and kv_lens must have one entry per request")

@@ -12,8 +12,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
+import torch
 from reference import HEAD_DIM, mla_reference, pack_words, random_tree
 from safetensors.numpy import save_file
 
@@ -57,10 +57,9 @@ def make(case: BundleCase) -> dict[str, np.ndarray]:
     batch, total = len(case.q_lens), sum(case.kv_lens)
     slots = total + 37
     kv_scale = 1 / 16 if case.fp8 else 1.0
-    kv = (rng.standard_normal((slots, HEAD_DIM)) / kv_scale).astype(
-        ml_dtypes.float8_e4m3fn if case.fp8 else ml_dtypes.bfloat16
-    )
-    q = rng.standard_normal((sum(case.q_lens), case.heads, HEAD_DIM)).astype(ml_dtypes.bfloat16)
+    kv = torch.from_numpy(rng.standard_normal((slots, HEAD_DIM)) / kv_scale)
+    kv = kv.to(torch.float8_e4m3fn if case.fp8 else torch.bfloat16)
+    q = torch.from_numpy(rng.standard_normal((sum(case.q_lens), case.heads, HEAD_DIM))).to(torch.bfloat16)
     requests = rng.permutation(batch + 2)[:batch].astype(np.int32)
     table = np.full((batch + 2, max(*case.kv_lens, 1) + 5), 2**30, dtype=np.int32)
     order, taken = rng.permutation(slots), 0
@@ -74,11 +73,12 @@ def make(case: BundleCase) -> dict[str, np.ndarray]:
         visible[indptr[b] : indptr[b + 1], :q_len] = own
     lens = np.array(case.kv_lens, dtype=np.int32)
     out, lse = mla_reference(
-        q.astype(np.float64), kv.astype(np.float64), table, requests, lens, indptr, visible,
+        q.double().numpy(), kv.double().numpy(), table, requests, lens, indptr, visible,
         sm_scale=case.sm_scale, kv_scale=kv_scale, logit_cap=case.logit_cap,
     )  # fmt: skip
+    raw = torch.uint8 if case.fp8 else torch.uint16
     return {
-        "q": q.view(np.uint16), "kv": kv.view(np.uint8 if case.fp8 else np.uint16), "req_to_token": table,
+        "q": q.view(torch.uint16).numpy(), "kv": kv.view(raw).numpy(), "req_to_token": table,
         "req_pool_indices": requests, "kv_lens": lens, "qo_indptr": indptr, "tree_mask": pack_words(visible),
         "kv_scale": np.float32([kv_scale]), "out": out.astype(np.float32), "lse": lse.astype(np.float32),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Absorbed MLA with a tree mask in numpy float64: the definition that the oracle kernel and the flash kernel must meet."""
+"""Absorbed MLA with a tree mask in numpy float64: what the oracle and the flash kernel must meet."""
 
 from __future__ import annotations
 

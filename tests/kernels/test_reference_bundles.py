@@ -19,7 +19,8 @@ def test_numpy_and_torch_references_agree(case: bundles.BundleCase) -> None:
     out, lse = mla_attention(
         torch.from_numpy(data["q"]).view(torch.bfloat16).double(),
         kv,
-        *(torch.from_numpy(data[name]) for name in ("req_to_token", "req_pool_indices", "kv_lens", "qo_indptr")),
+        *(torch.from_numpy(data[name]) for name in ("req_to_token", "req_pool_indices", "kv_lens")),
+        qo_indptr=torch.from_numpy(data["qo_indptr"]),
         sm_scale=case.sm_scale,
         tree_mask=torch.from_numpy(data["tree_mask"].view(np.int32)),
         logit_cap=case.logit_cap,

@@ -1,4 +1,4 @@
-"""The kernels against float64 on a GPU: shapes, trees, layouts, dtypes, padding, graphs, determinism, poisoned memory."""
+"""The kernels against float64 on a GPU: shapes, trees, layouts, dtypes, padding, graphs, determinism, poison."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ def test_random_shapes_and_trees(data: st.DataObject) -> None:
     )
     kv_lens = [data.draw(st.sampled_from([0, q, q + 1, q + 15, q + 16, q + 700, 3000])) for q in q_lens]
     problem = Problem(
-        heads, q_lens, kv_lens, ragged=ragged, tree=data.draw(st.booleans(), "tree"), fp8=data.draw(st.booleans(), "fp8"),
+        heads, q_lens, kv_lens, ragged=ragged, tree=data.draw(st.booleans(), "tree"),
+        fp8=data.draw(st.booleans(), "fp8"),
         layout=data.draw(st.sampled_from(["scattered", "reversed", "contiguous"]), "layout"),
         page=data.draw(st.sampled_from([1, 2, 16, 64]), "page"), seed=data.draw(st.integers(0, 2**31), "seed"),
     )  # fmt: skip

@@ -1,0 +1,64 @@
+"""A model of the verify kernel's time, checked against measured rows, and what it predicts for an RTX PRO 6000.
+
+A block works through its tiles of 16 tokens one by one. A tile takes the longer of the score warps' chain of dependent steps
+and the tensor cores' products; the launch takes the longer of that and of reading the KV once, plus a fixed part (launches,
+look-ups, filling the pipeline, merge).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+ROW_GROUP, MAX_GROUPS, TILE_TOKENS, MIN_TILES = 8, 6, 16, 4
+MMAS_PER_GROUP = 17  # of a tile on one of four tensor cores: 9 steps of 16 columns, 8 tiles of 16 latents
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Clocks of an m16n8k16 on one tensor core; chain clocks a tile = chain + chain_per_group * row groups."""
+
+    name: str
+    sms: int
+    ghz: float
+    read_gbps: float
+    mma_clocks: float
+    fixed_us: float
+    chain: float = 500
+    chain_per_group: float = 140
+
+
+H200 = Gpu("H200", 132, 1.75, 4300, 6.6, 20)
+# Not measured: 400 TFLOP/s of bf16 GEMM and 2.4 GHz give 18.5 clocks an mma; 1,600 of the specified 1,792 GB/s.
+RTX_PRO_6000 = Gpu("RTX PRO 6000", 188, 2.4, 1600, 18.5, 15)
+
+
+def predict_ms(gpu: Gpu, row: dict[str, object]) -> float:
+    """Milliseconds of one launch for a row of kernel.json (keys h, bs, ctx, q, kv_dtype)."""
+    rows = row["h"] * row["q"]
+    groups = -(-(-(-rows // -(-rows // (ROW_GROUP * MAX_GROUPS)))) // ROW_GROUP)
+    row_tiles = -(-rows // (ROW_GROUP * groups))
+    splits = max(1, gpu.sms // row_tiles)
+    waves = -(-row_tiles * splits // gpu.sms)
+    tiles = max(MIN_TILES, -(-row["bs"] * -(-row["ctx"] // TILE_TOKENS) // splits))
+    clocks = max(gpu.chain + gpu.chain_per_group * groups, MMAS_PER_GROUP * groups * gpu.mma_clocks)
+    compute_us = waves * tiles * clocks / gpu.ghz / 1e3
+    memory_us = row["bs"] * row["ctx"] * 576 * (1 if row["kv_dtype"] == "fp8" else 2) / gpu.read_gbps / 1e3
+    return (gpu.fixed_us + max(compute_us, memory_us)) / 1e3
+
+
+def table(report: Path) -> str:
+    """Markdown: measured and modelled H200 times, and the prediction, for each distinct shape of a kernel.json."""
+    lines = [
+        "| H | bs | context | q | KV | H200 measured ms | H200 model ms | model / measured | RTX PRO 6000 predicted ms |",
+        "|---" * 9 + "|",
+    ]
+    for row in json.loads(report.read_text())["rows"]:
+        if row["page"] == 1 and row["layout"] == "scattered":
+            model = predict_ms(H200, row)
+            lines.append(
+                f"| {row['h']} | {row['bs']} | {row['ctx']:,} | {row['q']} | {row['kv_dtype']} | {row['ours_ms']:.4f} "
+                f"| {model:.4f} | {model / row['ours_ms']:.2f} | {predict_ms(RTX_PRO_6000, row):.3f} |"
+            )
+    return "\n".join(lines)
