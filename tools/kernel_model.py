@@ -1,8 +1,8 @@
 """A model of the verify kernel's time, checked against measured rows, and what it predicts for an RTX PRO 6000.
 
-A block works through its tiles of 16 tokens one by one. A tile takes the longer of the score warps' chain of dependent steps
-and the tensor cores' products; the launch takes the longer of that and of reading the KV once, plus a fixed part (launches,
-look-ups, filling the pipeline, merge).
+A block works through its tiles of 16 tokens one by one. A tile takes the longer of the score warps' chain of dependent
+steps and the tensor cores' products; the launch takes the longer of that and of reading the KV once, plus a fixed part
+(launches, look-ups, filling the pipeline, merge).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def predict_ms(gpu: Gpu, row: dict[str, object]) -> float:
 def table(report: Path) -> str:
     """Markdown: measured and modelled H200 times, and the prediction, for each distinct shape of a kernel.json."""
     lines = [
-        "| H | bs | context | q | KV | H200 measured ms | H200 model ms | model / measured | RTX PRO 6000 predicted ms |",
+        "| H | bs | context | q | KV | H200 measured ms | model ms | model / measured | RTX PRO 6000 predicted ms |",
         "|---" * 9 + "|",
     ]
     for row in json.loads(report.read_text())["rows"]:
