@@ -346,7 +346,7 @@ def plot(report: dict[str, object], path: Path) -> None:
         (axes[1], "ctx", [r for r in rows if r["q"] == 9], "context, q = 9"),
     ):
         for column, name in names.items():
-            points = [(r[key], r[column]) for r in chosen if r.get(column)]
+            points = sorted((r[key], r[column]) for r in chosen if r.get(column))
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", label=name)
         axis.set(xlabel=label, ylabel="ms a layer", xscale="log", yscale="log")

@@ -34,14 +34,18 @@ H200 = Gpu("H200", 132, 1.75, 4300, 6.6, 20)
 RTX_PRO_6000 = Gpu("RTX PRO 6000", 188, 2.4, 1600, 18.5, 15)
 
 
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def predict_ms(gpu: Gpu, row: dict[str, object]) -> float:
     """Milliseconds of one launch for a row of kernel.json (keys h, bs, ctx, q, kv_dtype)."""
     rows = row["h"] * row["q"]
-    groups = -(-(-(-rows // -(-rows // (ROW_GROUP * MAX_GROUPS)))) // ROW_GROUP)
-    row_tiles = -(-rows // (ROW_GROUP * groups))
+    groups = _ceil_div(_ceil_div(rows, _ceil_div(rows, ROW_GROUP * MAX_GROUPS)), ROW_GROUP)
+    row_tiles = _ceil_div(rows, ROW_GROUP * groups)
     splits = max(1, gpu.sms // row_tiles)
-    waves = -(-row_tiles * splits // gpu.sms)
-    tiles = max(MIN_TILES, -(-row["bs"] * -(-row["ctx"] // TILE_TOKENS) // splits))
+    waves = _ceil_div(row_tiles * splits, gpu.sms)
+    tiles = max(MIN_TILES, _ceil_div(row["bs"] * _ceil_div(row["ctx"], TILE_TOKENS), splits))
     clocks = max(gpu.chain + gpu.chain_per_group * groups, MMAS_PER_GROUP * groups * gpu.mma_clocks)
     compute_us = waves * tiles * clocks / gpu.ghz / 1e3
     memory_us = row["bs"] * row["ctx"] * 576 * (1 if row["kv_dtype"] == "fp8" else 2) / gpu.read_gbps / 1e3

@@ -195,8 +195,11 @@ OPCODES = ("HMMA", "LDGSTS", "LDSM", "SYNCS", "MUFU", "LDL", "STL", "HGMMA", "UT
 
 
 def find_cuobjdump() -> Path | None:
-    """cuobjdump with nvdisasm beside it: on PATH, or where the wheels of tools/requirements.txt put them."""
-    for folder in (None, *(f"{p}/nvidia/cu13/bin" for p in sys.path)):
+    """cuobjdump with nvdisasm beside it: on PATH, or where NVIDIA's wheels or Triton's put them."""
+    for folder in (
+        None,
+        *(f"{p}/{bin_}" for p in sys.path for bin_ in ("nvidia/cu13/bin", "triton/backends/nvidia/bin")),
+    ):
         found = shutil.which("cuobjdump", path=folder)
         if found and shutil.which("nvdisasm", path=Path(found).parent):
             return Path(found)
