@@ -10,6 +10,7 @@ TARGET_VERIFY and of decode), FlashMLA (Hopper only, no tree mask), FlashInfer F
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -356,22 +357,27 @@ def plot(report: dict[str, object], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def run(verb: str, folder: Path | None, *, with_peers: bool) -> int:
+def main(argv: list[str]) -> int:
     """Runs `bench` or `gpu-report`; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.kernels")
+    parser.add_argument("verb", choices=("bench", "gpu-report"))
+    parser.add_argument("--out", type=Path, default=None, help="folder for the report")
+    parser.add_argument("--no-peers", action="store_true")
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: no CUDA device here; run this on the machine with the GPU", file=sys.stderr)
         return 2
-    if verb == "bench":
-        folder = folder or ROOT / "docs" / "bench"
+    if args.verb == "bench":
+        folder = args.out or ROOT / "docs" / "bench"
         folder.mkdir(parents=True, exist_ok=True)
 
         def keep(report: dict[str, object]) -> None:
             (folder / "kernel.json").write_text(json.dumps(report, indent=1) + "\n")
             (folder / "kernel.md").write_text(markdown(report))
 
-        plot(measure(FULL, with_peers, keep), folder / "kernel.png")
+        plot(measure(FULL, not args.no_peers, keep), folder / "kernel.png")
         return 0
-    folder = folder or ROOT / "build"
+    folder = args.out or ROOT / "build"
     folder.mkdir(parents=True, exist_ok=True)
     report = measure(SHORT, False, lambda _: None)
     worst = max(oracle_error(Shape(8, 2, 700, q, kv_dtype=kv)) for q in (1, 9, 33) for kv in ("bf16", "fp8"))

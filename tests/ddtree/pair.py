@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from functools import partial
 
 from tools import bench_accept
+from tools.server import Server
 
 PAIR = bench_accept.PAIR
 TARGET, DRAFTER = PAIR / "target", PAIR / "drafter"
@@ -30,3 +33,10 @@ def dflash_flags(*more: str) -> list[str]:
 
 
 held_out_prompts = partial(bench_accept.held_out_prompts, lengths=(8, 300))
+
+
+def abort(server: Server, rid: str = "") -> None:
+    """Abort one request, or all of them. The answer has no body."""
+    body = json.dumps({"rid": rid, "abort_all": not rid}).encode()
+    request = urllib.request.Request(server.url + "/abort_request", body, {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=60).read()

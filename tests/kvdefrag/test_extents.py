@@ -115,13 +115,13 @@ def serve_without_values() -> None:
                 req_pool_indices=torch.tensor([1, 2, 3]),
             )  # fmt: skip
             rows._on_alloc_rows([1, 2, 3])
-            with allocator.extending(batch):
-                assert len(allocator.alloc(90)) == 90
+            allocator.plan_extend(batch)
+            assert len(allocator.alloc(90)) == 90
             for req, length in zip(reqs, batch.extend_lens, strict=True):
                 req.kv.kv_allocated_len = length
             for _ in range(40):
-                with allocator.decoding(batch):
-                    assert len(allocator.alloc(3)) == 3
+                allocator.plan_decode(batch)
+                assert len(allocator.alloc(3)) == 3
                 for req in reqs:
                     req.kv.kv_allocated_len += 1
             ahead = [req.kv.kv_allocated_len + 8 for req in reqs]

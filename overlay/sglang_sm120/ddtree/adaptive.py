@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from sglang_sm120.ddtree.tree import Path
     from sglang_sm120.ddtree.worker import DDTreeWorker
 
-REPEATS = 5
 SHORT_CONTEXT_TOKENS = 64
 BATCH_SIZES = (1, 4, 16, 64)
+# Repeats of a measurement, and context tokens of a batch in the long one: a CPU is for trying it out.
+EFFORT = {"cuda": (5, 131_072), "cpu": (1, 2048)}
 # Counts are read this many steps later: under overlap scheduling their step is over then on every rank, without a wait.
 LAG_STEPS = 2
 
@@ -34,6 +35,7 @@ class AdaptiveWidth:
     def __init__(self, worker: DDTreeWorker) -> None:
         self.worker = worker
         self.runner = worker.model_runner
+        self._repeats, self._context_tokens = EFFORT[torch.device(worker.device).type]
         widths = offered_widths(worker.block_size, worker.widest)
         self._graphs = {width: self._graph(width) for width in widths}
         self._pending: deque[tuple[int, int, Tensor, Any]] = deque()
@@ -89,8 +91,8 @@ class AdaptiveWidth:
 
     def _line(self, width: int, batch_size: int) -> tuple[float, float]:
         """(seconds at no context, seconds a context token) through a short and a long measurement."""
-        slots = self.runner.token_to_kv_pool.size
-        longest = min(self.runner.model_config.context_len, slots // batch_size) - 2 * self.worker.widest
+        slots = min(self.runner.token_to_kv_pool.size, self._context_tokens)
+        longest = max(2, min(self.runner.model_config.context_len, slots // batch_size) - 2 * self.worker.widest)
         short = min(SHORT_CONTEXT_TOKENS, longest // 2)
         near, far = (self._seconds(width, batch_size, tokens) for tokens in (short, longest))
         slope = max(0.0, far - near) / (batch_size * (longest - short))
@@ -99,7 +101,7 @@ class AdaptiveWidth:
     def _seconds(self, width: int, batch_size: int, context_tokens: int) -> float:
         self._use(width)
         times = []
-        for _ in range(REPEATS):
+        for _ in range(self._repeats):
             self._synchronize()
             begin = time.perf_counter()
             if width > 1:

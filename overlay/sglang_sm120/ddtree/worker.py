@@ -255,8 +255,9 @@ class _Step:
         if mask is not None:
             mask.apply(logits)
         choices = verify.choose(logits, positions, sampling, self.runner.sampler, self.width)
-        worker._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, choices)
-        return choices
+        is_greedy = sampling is None or sampling.is_all_greedy
+        site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if is_greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        return worker._tp_sync.sync(site, choices)
 
     def _move_path_to_front(self, path: Path) -> None:
         """Bring the target KV of the path to the first slots of the window, where the next step looks for it."""

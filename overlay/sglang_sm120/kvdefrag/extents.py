@@ -13,8 +13,7 @@ sort that orders free runs longest first, after the run that fits the waiting re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -255,23 +254,13 @@ class ExtentAllocator(TokenToKVPoolAllocator):
 
     # -- extend, decode and verify --
 
-    @contextmanager
-    def extending(self, batch: ScheduleBatch) -> Iterator[None]:
-        """The next `alloc` in here is for this prefill batch."""
+    def plan_extend(self, batch: ScheduleBatch) -> None:
+        """The next `alloc` is for this prefill batch."""
         self._planned = self._alloc_extend, batch
-        try:
-            yield
-        finally:
-            self._planned = None
 
-    @contextmanager
-    def decoding(self, batch: ScheduleBatch) -> Iterator[None]:
-        """The next `alloc` in here is for this decode batch."""
+    def plan_decode(self, batch: ScheduleBatch) -> None:
+        """The next `alloc` is for this decode batch."""
         self._planned = self._alloc_decode, batch
-        try:
-            yield
-        finally:
-            self._planned = None
 
     def _growth(self, num_tokens: int) -> int:
         """Slots that the next `alloc`, of `num_tokens`, would like to take from the free list."""
@@ -372,15 +361,17 @@ def order_runs(slots: torch.Tensor, need: int) -> torch.Tensor:
 def alloc_for_extend(original: Callable[..., Any], batch: ScheduleBatch) -> Any:
     """Around upstream's: its one `alloc` knows which requests it is for."""
     allocator = batch.tree_cache.token_to_kv_pool_allocator
-    with allocator.extending(batch) if isinstance(allocator, ExtentAllocator) else nullcontext():
-        return original(batch)
+    if isinstance(allocator, ExtentAllocator):
+        allocator.plan_extend(batch)
+    return original(batch)
 
 
 def alloc_for_decode(original: Callable[..., Any], batch: ScheduleBatch, token_per_req: int) -> Any:
     """Around upstream's: its one `alloc` knows which requests it is for."""
     allocator = batch.tree_cache.token_to_kv_pool_allocator
-    with allocator.decoding(batch) if isinstance(allocator, ExtentAllocator) else nullcontext():
-        return original(batch, token_per_req)
+    if isinstance(allocator, ExtentAllocator):
+        allocator.plan_decode(batch)
+    return original(batch, token_per_req)
 
 
 def alloc_for_spec_decode(original: Callable[..., Any], tree_cache: BasePrefixCache, *args: Any, **kwargs: Any) -> Any:
