@@ -136,7 +136,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def render(results: Path, docs: Path) -> None:
-    """Collect `equal.json` and `speed-*.json` from `results` into `server.json`, `server.md` and `server.png` in `docs`.
+    """Collect `equal.json` and `speed-*.json` of `results` into `server.json`, `server.md` and `server.png` in `docs`.
 
     Raises SystemExit if they are of different kernels: one page speaks of one set of sources.
     """
@@ -158,7 +158,7 @@ def _markdown(page: dict[str, Any]) -> str:
         "",
         f"One {page['gpu']}, torch {page['torch']}, kernel sources {page['kernel_hash'][:12]}. A random Kimi-shaped",
         "model: 8 layers, 8 heads (one TP-8 rank), latent 512 + 64, MoE; bf16, page size 1, CUDA graphs, overlap",
-        f"scheduling on. Chain rows are DFLASH with {SIMULATED_ACCEPT_LEN} tokens accepted a step (set, for the drafter is",
+        f"scheduling on. Chain rows: DFLASH with {SIMULATED_ACCEPT_LEN} tokens a step (set, for the drafter is",
         f"random) and a draft window of {DRAFT_WINDOW_TOKENS} tokens on both sides. Medians of {REPEATS} interleaved",
         "repeats; stock decodes and verifies with Triton. Made by `python -m tools.bench_server`.",
         "",

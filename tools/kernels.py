@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -27,6 +28,13 @@ LIBRARY = "libsm120_mla.so"
 OVERLAY_LIB = ROOT / "overlay" / "sglang_sm120" / "lib"
 DEFAULT_ARCHS = ("sm_90", "sm_120a", "sm_121a")
 ALL_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120a", "sm_121a")
+# The parts must be of one release: the assembler of one refuses the intermediate code of the next.
+PIP_TOOLKIT = (
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-cuda-cccl==13.0.85",
+)
 MAX_SHARED_BYTES = 101_376
 FLAGS = "-std=c++17 -O3 -lineinfo -Xcompiler -fPIC -Xptxas -v -Xptxas -warn-spills -cudart static"
 INCLUDES = ("include", "mla_verify")
@@ -46,12 +54,22 @@ def source_hash(sources: Path = SOURCES) -> str:
 
 
 def find_nvcc() -> str:
-    """`$CUDA_HOME/bin/nvcc`, else nvcc on PATH."""
+    """`$CUDA_HOME/bin/nvcc`, else nvcc on PATH, else the one of the pip package nvidia-cuda-nvcc."""
     home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc") or _pip_nvcc()
     if nvcc is None:
-        raise KernelError("no nvcc: install the CUDA 13 toolkit, or set CUDA_HOME to where it is")
+        raise KernelError(
+            "no nvcc: install the CUDA 13 toolkit, set CUDA_HOME to where it is, or "
+            "`.venv/bin/pip install " + " ".join(PIP_TOOLKIT) + "`"
+        )
     return nvcc
+
+
+def _pip_nvcc() -> str | None:
+    """nvcc where NVIDIA's CUDA 13 wheels put it, beside the include and lib folders of the others."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return shutil.which("nvcc", path=os.pathsep.join(f"{folder}/cu13/bin" for folder in folders)) if folders else None
 
 
 def _gencode(arch: str) -> str:
@@ -64,6 +82,7 @@ def _ninja_text(archs: tuple[str, ...], nvcc: str, library: Path, sources: Path,
     """The build as ninja rules: an object per .cu for all architectures, its compiler report beside it as .log."""
     includes = " ".join(f"-I{sources / folder}" for folder in INCLUDES)
     command = f"{nvcc} {flags} {includes} {' '.join(map(_gencode, archs))}"
+    link = f"{nvcc} -shared -cudart static -L{Path(nvcc).parent.parent / 'lib'} -Xlinker -s"
     lines = [
         "ninja_required_version = 1.8",
         "rule compile",
@@ -72,7 +91,7 @@ def _ninja_text(archs: tuple[str, ...], nvcc: str, library: Path, sources: Path,
         "  deps = gcc",
         "  description = nvcc $in",
         "rule link",
-        f"  command = {nvcc} -shared -cudart static -Xlinker -s {' '.join(map(_gencode, archs))} $in -o $out",
+        f"  command = {link} {' '.join(map(_gencode, archs))} $in -o $out",
         "  description = link $out",
     ]
     objects = []

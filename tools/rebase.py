@@ -194,9 +194,8 @@ def drift(project: Project, version: str | None) -> None:
             failing += outcome.status != CLEAN
             kept = _commit(worktree, patch.commit, outcome.tree, "HEAD") if outcome.tree else "HEAD"
             worktree.git.reset("--quiet", "--hard", kept)
-            print(
-                f"{number}/{len(patches)} {patch.slug}: {outcome.status}{f': {outcome.detail}' if outcome.detail else ''}"
-            )
+            detail = f": {outcome.detail}" if outcome.detail else ""
+            print(f"{number}/{len(patches)} {patch.slug}: {outcome.status}{detail}")
     if failing:
         raise ForkError(
             f"{failing} of {len(patches)} patches need work on sglang {version}: `make rebase TO={version}`"
