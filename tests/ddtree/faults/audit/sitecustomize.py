@@ -51,18 +51,22 @@ class Audit:
         Path(os.environ["DDTREE_AUDIT"]).write_text(json.dumps(self.counts))
 
     def watch(self, allocator):
-        """A freed slot may be written again: forget it."""
+        """A slot that is handed out will be written: forget what it held."""
         if id(allocator) in self.watched:
             return
         self.watched.add(id(allocator))
-        free = allocator.free
+        for name in ("alloc", "alloc_extend", "alloc_decode"):
+            if hasattr(allocator, name):
+                setattr(allocator, name, self.forgetting(getattr(allocator, name)))
 
-        def free_and_forget(index, *args, **kwargs):
-            for slot in index.tolist():
+    def forgetting(self, alloc):
+        def call(*args, **kwargs):
+            slots = alloc(*args, **kwargs)
+            for slot in () if slots is None else slots.tolist():
                 self.hashes.pop(slot, None)
-            return free(index, *args, **kwargs)
+            return slots
 
-        allocator.free = free_and_forget
+        return call
 
     def check_cached(self, step, slots):
         index = torch.tensor(slots, dtype=torch.int64)
