@@ -65,6 +65,7 @@ def test_lossless_one_by_one_cold(server, prompts, plain):
 
 
 def test_lossless_batched_with_prefix_hits(server, prompts, plain):
+    batched(server, prompts)
     answers = batched(server, prompts)
     assert tokens(answers) == tokens(plain)
     assert sum(a["meta_info"]["cached_tokens"] > 0 for a in answers) > len(answers) // 2
