@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c "" 2>/dev/nu
 PY := .venv/bin/python
 SERVE_FLAGS ?= --attention-backend sm120_mla --tp 8
 .DEFAULT_GOAL := help
-.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test check rebase drift kernels lint bench gpu-report uninstall clean
+.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint bench gpu-report uninstall clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -25,8 +25,10 @@ demo: install ## serve the tiny model on the CPU, ask it something, show which b
 	@$(PY) -m tools.demo
 serve: setup ## MODEL=... serve a model on this machine's GPUs
 	@$(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --model-path $(or $(MODEL),$(error set MODEL=...)) $(SERVE_FLAGS)
-test: install ## run every test that this machine can run
+test: install ## run the tests that this machine can run, but the slow ones
 	@$(PY) -m pytest tests $(TEST_FLAGS)
+test-all: install ## the long server tests too (DDTREE and compaction under load)
+	@$(PY) -m pytest tests -m "slow or not slow" $(TEST_FLAGS)
 check: setup ## check lock, patches, anchors, trailers, sizes and index
 	@$(PY) -m tools.fork check
 rebase: setup ## TO=... carry the patches to another upstream release

@@ -18,6 +18,8 @@ from sglang_sm120.kvdefrag import kv_map
 
 from tools import server as launcher
 
+pytestmark = pytest.mark.slow  # servers under load for minutes: `make test-all`
+
 NEW_TOKENS = 48
 # Too small for all requests at once: upstream must retract some of them and start them again.
 FLAGS = (
