@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-LATENT_DIM = 512
-HEAD_DIM = 576
+from sglang_sm120.attention.reference import HEAD_DIM, LATENT_DIM, mask_words
+
 MAX_BATCH = 16384
 MAX_HEADS = 128
 ABI = 2
@@ -269,15 +269,15 @@ def _params(
             qo_indptr.dtype == torch.int32 and qo_indptr.is_contiguous() and qo_indptr.shape == (batch + 1,),
             f"qo_indptr is {qo_indptr.dtype} {list(qo_indptr.shape)}; it must be int32 [{batch + 1}]",
         )
-    mask_words = 0
+    words = 0
     if tree_mask is not None:
         _expect(
             tree_mask.dtype in (torch.int32, torch.uint32) and tree_mask.dim() == 2 and tree_mask.is_contiguous(),
             f"tree_mask is {tree_mask.dtype} {list(tree_mask.shape)}; it must be contiguous int32 or uint32 [T, W]",
         )
-        mask_words = tree_mask.shape[1]
+        words = tree_mask.shape[1]
         _expect(tree_mask.shape[0] >= (rows if q_len is None else batch * q_len), "tree_mask has fewer rows than q")
-        _expect(q_len is None or mask_words >= -(-q_len // 32), f"tree_mask has {mask_words} words for q_len {q_len}")
+        _expect(q_len is None or words >= mask_words(q_len), f"tree_mask has {words} words for q_len {q_len}")
     if workspace is not None:
         _expect(
             workspace.numel() * workspace.element_size() >= workspace_bytes(q.device)
@@ -309,7 +309,7 @@ def _params(
         q_len=q_len or 0,
         total_q=rows,
         heads=q.shape[1],
-        mask_words=mask_words,
+        mask_words=words,
         kv_is_fp8=kv_pool.dtype == torch.float8_e4m3fn,
         num_sms=_num_sms(q.device),
         early_launch=torch.cuda.get_device_capability(q.device) >= (9, 0),
@@ -362,7 +362,7 @@ def _move_kv_cuda(pool_pointers: torch.Tensor, row_bytes: int, src: torch.Tensor
 
 
 def _packed_like(mask: torch.Tensor) -> torch.Tensor:
-    return mask.new_empty((*mask.shape[:-1], -(-mask.shape[-1] // 32)), dtype=torch.int32)
+    return mask.new_empty((*mask.shape[:-1], mask_words(mask.shape[-1])), dtype=torch.int32)
 
 
 def _pack_tree_mask_cuda(mask: torch.Tensor) -> torch.Tensor:
