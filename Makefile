@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c "" 2>/dev/nu
 PY := .venv/bin/python
 SERVE_FLAGS ?= --attention-backend sm120_mla --tp 8
 .DEFAULT_GOAL := help
-.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint bench gpu-report uninstall clean
+.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint format bench gpu-report uninstall clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -38,7 +38,9 @@ drift: setup ## try the series on the newest release (or VERSION=...) and report
 kernels: setup ## compile the CUDA kernels
 	@$(PY) -m tools.kernels build
 lint: setup ## ruff over Python
-	@$(PY) -m ruff check --config tools/ruff.toml tools overlay tests && $(PY) -m ruff format --check --config tools/ruff.toml tools overlay tests
+	@$(PY) -m tools.lint
+format: setup ## put the format of Python, C++ and CUDA right
+	@$(PY) -m tools.lint --fix
 bench: setup ## time the kernels on this machine's GPU
 	@$(PY) -m tools.kernels bench
 gpu-report: setup ## check kernels and GPU, write a report to send
