@@ -92,6 +92,6 @@ def _qualnames(repo: Repo, commit: str, file: PatchedFile) -> set[str]:
     }
 
 
-def _innermost(ranges: list[tuple[int, int, str]], line: int) -> str:
-    inside = [name for first, last, name in ranges if first <= line <= last]
+def _innermost(ranges: list[tuple[int, int, str]], line: int | None) -> str:
+    inside = [name for first, last, name in ranges if line is not None and first <= line <= last]
     return inside[-1] if inside else MODULE

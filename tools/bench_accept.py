@@ -34,7 +34,7 @@ def held_out_prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> lis
 
     texts = read_texts(Path(sysconfig.get_path("stdlib")), training=False)
     rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(PAIR / "target")
-    prompts = []
+    prompts: list[list[int]] = []
     while len(prompts) < count:
         text = rng.choice(texts)
         at, length = rng.randrange(len(text)), rng.randint(*lengths)

@@ -127,7 +127,7 @@ def draw_map(device: str, picture: Path) -> dict[str, float]:
     after = world.survey_runs()
     picture.parent.mkdir(parents=True, exist_ok=True)
     kv_map.draw([*maps, kv_map.owners(world.survey())]).save(picture)
-    result = {"passes": passes, "units_a_pass": 4 * serving.WINDOW_UNITS}
+    result: dict[str, float] = {"passes": passes, "units_a_pass": 4 * serving.WINDOW_UNITS}
     for name, runs in (("before", before), ("after", after)):
         result |= {f"mean_run_length_{name}": runs.mean_length, f"contiguity_{name}": runs.contiguity}
     print(json.dumps(result), flush=True)

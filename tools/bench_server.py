@@ -173,7 +173,7 @@ def _markdown(page: dict[str, Any]) -> str:
         )
     lines += ["", "![tokens per second by context](server.png)", "", "## Greedy tokens", ""]
     lines += [f"{page['equal'].pop('prompts', 0)} prompts of 1 to 32,000 tokens, 32 new tokens each.", ""]
-    lines += [*compare_greedy.__doc__.strip().replace("\n    ", "\n").splitlines(), ""]
+    lines += [*(compare_greedy.__doc__ or "").strip().replace("\n    ", "\n").splitlines(), ""]
     lines += ["| pair | identical | ties | errors | noise, nats |", "|---|---|---|---|---|"]
     for pair, found in page["equal"].items():
         counts = f"{found['identical']} | {found['ties']} | {len(found['errors'])}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -180,7 +180,7 @@ class World:
         for req in [r for r in self.running if len(r.output_ids) >= r.sampling_params.max_new_tokens]:
             self.finish(req)
 
-    def finish(self, req, *, cached: bool = True) -> None:  # noqa: ANN001
+    def finish(self, req: Any, *, cached: bool = True) -> None:
         """End a request; `cached`: its KV goes to the prefix cache, else (abort, retraction) it is freed."""
         from sglang.srt.managers.schedule_batch import FINISH_LENGTH
         from sglang.srt.mem_cache import common
@@ -193,7 +193,7 @@ class World:
             common.release_kv_cache(req, self.tree, checkpoint=cached)
             self.allocator.free_group_end()
 
-    def retract(self, req) -> None:  # noqa: ANN001
+    def retract(self, req: Any) -> None:
         """Free all that a running request holds outside the prefix cache."""
         self.finish(req, cached=False)
 
@@ -279,14 +279,14 @@ class World:
 
     # -- KV --
 
-    def expected(self, req, begin: int, end: int) -> torch.Tensor:  # noqa: ANN001
+    def expected(self, req: Any, begin: int, end: int) -> torch.Tensor:
         """Hashes `[end - begin]` float32 of a request's tokens."""
         hashes = req.__dict__.setdefault("kv_hashes", [])
         ids = req.full_untruncated_fill_ids
         hashes += prefix_hashes(ids[len(hashes) : end], hashes[-1] if hashes else 0)
         return torch.tensor(hashes[begin:end], dtype=torch.float32, device=self.device)
 
-    def _write(self, req, begin: int, end: int) -> None:  # noqa: ANN001
+    def _write(self, req: Any, begin: int, end: int) -> None:
         if not self.with_kv:
             return
         slots = self.rows.req_to_token[req.kv.req_pool_idx, begin:end].long()
@@ -298,7 +298,14 @@ class World:
         yield from enumerate(buffer for pool in self.pools for buffer in pool.kv_buffer)
 
 
-def _assign_rows(req_pool_indices, req_to_token, start, end, slots, batch_size) -> None:  # noqa: ANN001
+def _assign_rows(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    slots: torch.Tensor,
+    batch_size: int,
+) -> None:
     """In place of upstream's Triton kernel, which the CPU does not have."""
     at = 0
     for row, a, b in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):

@@ -32,8 +32,8 @@ _CONFIG = {
     "merge.conflictStyle": "zdiff3",
     "merge.renameLimit": "20000",
     "rerere.enabled": "false",
-    "user.name": IDENTITY.name,
-    "user.email": IDENTITY.email,
+    "user.name": str(IDENTITY.name),
+    "user.email": str(IDENTITY.email),
 }
 
 

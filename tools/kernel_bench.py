@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -141,7 +142,7 @@ def time_ms(call: Callable[[], object], repeats: int = 20) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def ours(case: Case) -> Callable[[], object]:
+def ours(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """The verify kernel, outputs and workspace made beforehand."""
     out, lse = case.q.new_empty(*case.q.shape[:2], 512), torch.empty(case.q.shape[:2], device="cuda")
     workspace = ops.new_workspace(case.q.device)
@@ -257,9 +258,13 @@ def ceilings() -> dict[str, float]:
     return {"read_gbps": round(read), "matmul_tflops": round(matmul)}
 
 
-def measure(shapes: list[Shape], with_peers: bool, keep: Callable[[dict], None]) -> dict[str, object]:
+def measure(shapes: list[Shape], with_peers: bool, keep: Callable[[dict], None]) -> dict[str, Any]:
     """The whole report as JSON: hardware, ceilings, and a row a shape. `keep` gets what there is after each shape."""
-    top = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "kernel_hash": kernels.source_hash()}
+    top: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "kernel_hash": kernels.source_hash(),
+    }
     top |= {"sms": torch.cuda.get_device_properties(0).multi_processor_count, **ceilings()}
     top["workspace_bytes"] = ops.workspace_bytes(torch.device("cuda", torch.cuda.current_device()))
     errors: dict[str, str] = {}
@@ -295,13 +300,13 @@ COLUMNS = (
 )
 
 
-def format_row(row: dict[str, object]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """A row as a line of the Markdown table."""
     keys = [row["h"], row["bs"], f"{row['ctx']:,}", row["q"], row["page"], row["kv_dtype"], row["layout"]]
     return "| " + " | ".join([*map(str, keys), *(_cell(row.get(column)) for column in COLUMNS)]) + " |"
 
 
-def markdown(report: dict[str, object]) -> str:
+def markdown(report: dict[str, Any]) -> str:
     """The report as a Markdown page."""
     header = (
         "| H | bs | context | q | page | KV | layout | ours | Triton | FlashMLA | FA2 | FA3 | GB/s | TFLOP/s | % roof |"
@@ -325,7 +330,7 @@ def markdown(report: dict[str, object]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(report: dict[str, object], path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
     """Time against q at the longest context, ours and the peers', bs 1 and 8 heads."""
     import matplotlib
 

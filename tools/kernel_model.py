@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROW_GROUP, MAX_GROUPS, TILE_TOKENS, MIN_TILES = 8, 6, 16, 4
 MMAS_PER_GROUP = 17  # of a tile on one of four tensor cores: 9 steps of 16 columns, 8 tiles of 16 latents
@@ -38,7 +39,7 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def predict_ms(gpu: Gpu, row: dict[str, object]) -> float:
+def predict_ms(gpu: Gpu, row: dict[str, Any]) -> float:
     """Milliseconds of one launch for a row of kernel.json (keys h, bs, ctx, q, kv_dtype)."""
     rows = row["h"] * row["q"]
     groups = _ceil_div(_ceil_div(rows, _ceil_div(rows, ROW_GROUP * MAX_GROUPS)), ROW_GROUP)

@@ -178,7 +178,14 @@ def kernel_name(mangled: str) -> str:
     match = _VERIFY.search(mangled)
     if match:
         return f"mla_verify {match[1].lower()} {8 * int(match[2])} rows"
-    return re.search(r"(merge|oracle|move_kv|pack)_kernel", mangled)[0]
+    return _found(re.compile(r"(?:merge|oracle|move_kv|pack)_kernel"), mangled)[0]
+
+
+def _found(pattern: re.Pattern[str], text: str) -> re.Match[str]:
+    match = pattern.search(text)
+    if match is None:
+        raise KernelError(f"the compiler's log has no {pattern.pattern!r}: this nvcc is not understood; use CUDA 13")
+    return match
 
 
 def shared_bytes(fp8: bool, row_groups: int) -> int:
@@ -197,9 +204,9 @@ def compiler_report(archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS) -> list[
             compiling = _COMPILING.search(block)
             if compiling is None:
                 continue
-            usage = Usage(kernel_name(compiling[1]), compiling[2], int(_USED.search(block)[1]))
-            usage.stack_bytes = int(_STACK.search(block)[1])
-            usage.spill_bytes = sum(map(int, _SPILLS.search(block).groups()))
+            usage = Usage(kernel_name(compiling[1]), compiling[2], int(_found(_USED, block)[1]))
+            usage.stack_bytes = int(_found(_STACK, block)[1])
+            usage.spill_bytes = sum(map(int, _found(_SPILLS, block).groups()))
             static, verify = _STATIC_SHARED.search(block), _VERIFY.search(compiling[1])
             usage.shared_bytes = int(static[1]) if static else 0
             if verify:
@@ -231,7 +238,7 @@ def disassembly(library: Path, arch: str) -> dict[str, Counter[str]]:
     if cuobjdump is None:
         raise KernelError("no cuobjdump: `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`")
     env = os.environ | {"PATH": f"{cuobjdump.parent}:{os.environ['PATH']}"}
-    command = [cuobjdump, "--dump-sass", "-arch", arch, str(library)]
+    command = [str(cuobjdump), "--dump-sass", "-arch", arch, str(library)]
     text = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
     parts = re.split(r"^[ \t]*Function : (\S+)", text, flags=re.M)[1:]
     return {

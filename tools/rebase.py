@@ -101,9 +101,10 @@ class State:
         """Read build/rebase.json. Raises ForkError when no rebase is in progress."""
         if not path.exists():
             raise ForkError("no rebase is in progress: begin one with `make rebase TO=VERSION`")
-        state = cls(**json.loads(path.read_text()))
-        state.stopped = state.stopped and Outcome(**state.stopped)
-        return state
+        fields = json.loads(path.read_text())
+        if fields["stopped"]:
+            fields["stopped"] = Outcome(**fields["stopped"])
+        return cls(**fields)
 
 
 def start(project: Project, version: str, accept: Sequence[str], drop: Sequence[str]) -> None:

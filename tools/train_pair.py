@@ -21,6 +21,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -149,7 +150,8 @@ class Optimizer:
     """Muon for matrices inside the layers, AdamW for the rest."""
 
     def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float) -> None:
-        matrices, rest = [], []
+        matrices: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
         for name, p in model.named_parameters():
             if p.requires_grad:
                 (matrices if p.ndim == 2 and "embed" not in name and "lm_head" not in name else rest).append(p)
@@ -184,7 +186,7 @@ def balance_experts(model: DeepseekV3ForCausalLM, loads: list[Tensor], rate: flo
     loads.clear()
 
 
-def train_target(train: Tensor, valid: Tensor, minutes: float, batch: int, seed: int) -> tuple[nn.Module, dict]:
+def train_target(train: Tensor, valid: Tensor, minutes: float, batch: int, seed: int) -> tuple[Any, dict]:
     """Train from scratch; returns the model and its figures."""
     torch.manual_seed(seed)
     model = DeepseekV3ForCausalLM(target_config())
@@ -391,7 +393,7 @@ def continue_texts(model: DeepseekV3ForCausalLM, prompts: Tensor, length: int, t
     return ids
 
 
-def absorbed_attention(a: nn.Module, hidden: Tensor, cache: Tensor, t: int, cos: Tensor, sin: Tensor) -> Tensor:
+def absorbed_attention(a: Any, hidden: Tensor, cache: Tensor, t: int, cos: Tensor, sin: Tensor) -> Tensor:
     """One decode step of an MLA module for hidden [N, H]; writes position t of cache [N, T, latent + rope]."""
     q = a.q_b_proj(a.q_a_layernorm(a.q_a_proj(hidden))).unflatten(-1, (a.num_heads, a.qk_head_dim))
     q_nope, q_rope = q.split([a.qk_nope_head_dim, a.qk_rope_head_dim], dim=-1)
@@ -407,7 +409,7 @@ def absorbed_attention(a: nn.Module, hidden: Tensor, cache: Tensor, t: int, cos:
 
 
 @torch.no_grad()
-def target_features(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+def target_features(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Concatenated hidden states after each captured layer [B, T, K * H], and the logits [B, T, V]."""
     out = model(ids, output_hidden_states=True, use_cache=False)
     return torch.cat([out.hidden_states[i + 1] for i in TARGET_LAYER_IDS], dim=-1), out.logits
@@ -420,7 +422,7 @@ def block_embeddings(embed: nn.Module, ids: Tensor, anchors: Tensor, mask_id: in
     return embed(blocks.flatten(1)).detach()
 
 
-def draft_logits(drafter: Drafter, model: nn.Module, ids: Tensor, anchors: Tensor, features: Tensor) -> Tensor:
+def draft_logits(drafter: Drafter, model: Any, ids: Tensor, anchors: Tensor, features: Tensor) -> Tensor:
     """[B, A, block - 1, V]: predictions for the positions after each anchor."""
     mask_id = drafter.config["dflash_config"]["mask_token_id"]
     hidden = drafter(block_embeddings(model.model.embed_tokens, ids, anchors, mask_id), features, anchors)
@@ -432,7 +434,7 @@ def after_anchors(x: Tensor, anchors: Tensor, shift: int) -> Tensor:
     return x[:, anchors[:, None] + shift + torch.arange(BLOCK_SIZE - 1)]
 
 
-def draft_loss(drafter: Drafter, model: nn.Module, ids: Tensor, anchors: Tensor) -> Tensor:
+def draft_loss(drafter: Drafter, model: Any, ids: Tensor, anchors: Tensor) -> Tensor:
     """Cross entropy against the target's own distribution, early positions counting more: they gate the later ones."""
     features, logits = target_features(model, ids)
     teacher = after_anchors(logits, anchors, 0).float().softmax(-1)
@@ -442,7 +444,7 @@ def draft_loss(drafter: Drafter, model: nn.Module, ids: Tensor, anchors: Tensor)
 
 
 @torch.no_grad()
-def chain_accept_length(drafter: Drafter, model: nn.Module, ids: Tensor, begin: int) -> float:
+def chain_accept_length(drafter: Drafter, model: Any, ids: Tensor, begin: int) -> float:
     """Mean committed tokens a step as `ids` [B, T], greedy text of the target from `begin` on, is drafted greedily."""
     anchors = torch.arange(begin, ids.shape[1] - BLOCK_SIZE)
     features, _ = target_features(model, ids)
@@ -457,14 +459,15 @@ def chain_accept_length(drafter: Drafter, model: nn.Module, ids: Tensor, begin: 
 
 
 def train_drafter(
-    model: nn.Module, train: Tensor, valid: Tensor, minutes: float, generate_minutes: float, batch: int, seed: int
+    model: Any, train: Tensor, valid: Tensor, minutes: float, generate_minutes: float, batch: int, seed: int
 ) -> tuple[Drafter, dict]:
     """Train on the target's own continuations of training text, half of them greedy."""
     torch.manual_seed(seed)
     model.requires_grad_(False)
     mask_id = 1
     drafter = Drafter(drafter_config(model.config.to_dict(), mask_id))
-    prompt, rounds, clock = 32, [], Clock(generate_minutes)
+    rounds: list[Tensor] = []
+    prompt, clock = 32, Clock(generate_minutes)
     for i, prompts in enumerate(windows(train, 192, prompt, seed)):
         if clock.fraction >= 1 and len(rounds) > 1:
             break

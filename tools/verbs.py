@@ -184,9 +184,9 @@ def check(project: Project) -> None:
     base = import_pinned(project, checkout, lock)
     for wheel in lock.wheels:
         if (project.cache / wheel.filename).exists():
-            found = checkout.tree_of_wheel(lock.version, fetch(project, lock, wheel.python))
-            if found != lock.upstream_tree:
-                raise ForkError(f"{wheel.filename} has source tree {found}, upstream.lock says {lock.upstream_tree}")
+            tree = checkout.tree_of_wheel(lock.version, fetch(project, lock, wheel.python))
+            if tree != lock.upstream_tree:
+                raise ForkError(f"{wheel.filename} has source tree {tree}, upstream.lock says {lock.upstream_tree}")
     files = patch_files(project)
     tip, tree = applied_exactly(project, checkout, base, files)
     texts = {path.name: path.read_bytes() for path in files}

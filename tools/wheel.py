@@ -147,11 +147,11 @@ def _finish_metadata(entries: Entries, lock: Lock, upstream: Path, changed: list
 def _entry_points(upstream: str) -> str:
     """Upstream's entry points and ours, sorted."""
     parser = configparser.ConfigParser(delimiters=("=",))
-    parser.optionxform = str  # names are case-sensitive
+    parser.optionxform = str  # type: ignore[assignment, method-assign]  # names are case-sensitive
     parser.read_string(upstream)
     parser.read_dict(ENTRY_POINTS)
     merged = configparser.ConfigParser(delimiters=("=",))
-    merged.optionxform = str
+    merged.optionxform = str  # type: ignore[assignment, method-assign]
     merged.read_dict({section: dict(sorted(parser[section].items())) for section in sorted(parser.sections())})
     text = io.StringIO()
     merged.write(text)

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -264,7 +265,7 @@ def _params(
     _expect((q_len is None) != (qo_indptr is None), "give exactly one of q_len and qo_indptr")
     if q_len is not None:
         _expect(q_len > 0 and rows >= batch * q_len, f"q has {rows} rows for {batch} requests of q_len {q_len}")
-    else:
+    elif qo_indptr is not None:
         _expect(
             qo_indptr.dtype == torch.int32 and qo_indptr.is_contiguous() and qo_indptr.shape == (batch + 1,),
             f"qo_indptr is {qo_indptr.dtype} {list(qo_indptr.shape)}; it must be int32 [{batch + 1}]",
@@ -331,7 +332,7 @@ def _check_slots(slots: int, req_to_token: torch.Tensor, req_pool_indices: torch
             raise ValueError(f"request {b} token {at} has slot {int(used[at])}, outside the pool of {slots}")
 
 
-def _mla_verify_cuda(*args: object) -> None:
+def _mla_verify_cuda(*args: Any) -> None:
     params = _params(*args)
     _launch("sm120_mla_verify", args[0].device, ctypes.byref(params))
 

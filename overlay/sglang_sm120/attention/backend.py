@@ -13,7 +13,7 @@ their address, so a captured graph repeats it and stays right at every length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -59,7 +59,7 @@ class Sm120MLABackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.kv_index_translator = model_runner.kv_index_translator
         self.data_type = self.kv_cache_dtype = model_runner.kv_cache_dtype
-        self.forward_metadata: Rows | None = None
+        self.forward_metadata: Rows  # of the step being planned or run
         self.num_draft_tokens: int = get_spec().speculative_num_draft_tokens or 0
         self.uses_kernel = self.device != "cpu"
         self._workspace = ops.new_workspace(self.req_to_token.device) if self.uses_kernel else None
@@ -125,7 +125,10 @@ class Sm120MLABackend(AttentionBackend):
 
     def _verify_rows(self, forward_batch: ForwardBatch) -> Rows:
         bs, q_len = forward_batch.batch_size, forward_batch.spec_info.draft_token_num
-        tree = self._tree_words[: bs * q_len] if self._verifies_tree(forward_batch) else None
+        tree = None
+        if self._verifies_tree(forward_batch):
+            assert self._tree_words is not None
+            tree = self._tree_words[: bs * q_len]
         return Rows(self._verify_kv_lens[:bs], q_len=q_len, tree_mask=tree)
 
     @staticmethod
@@ -139,10 +142,12 @@ class Sm120MLABackend(AttentionBackend):
         if not forward_batch.forward_mode.is_target_verify():
             return
         rows, spec_info = self.forward_metadata, forward_batch.spec_info
-        torch.add(forward_batch.seq_lens, rows.q_len, out=rows.kv_lens)
+        q_len: int = spec_info.draft_token_num
+        torch.add(forward_batch.seq_lens, q_len, out=rows.kv_lens)
         if rows.tree_mask is not None and not getattr(spec_info, "has_tree_words", False):
-            cells = rows.tree_mask.shape[0] * rows.q_len
-            bools = self._verify_mask.buffer[:cells].view(-1, rows.q_len)
+            assert self._verify_mask is not None
+            cells = rows.tree_mask.shape[0] * q_len
+            bools = self._verify_mask.buffer[:cells].view(-1, q_len)
             rows.tree_mask.copy_(ops.pack_tree_mask(bools) if self.uses_kernel else reference.pack_mask(bools))
 
     def init_mha_chunk_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -164,6 +169,7 @@ class Sm120MLABackend(AttentionBackend):
         """Absorbed rows as in `forward_decode`; full heads (a prompt on a GPU) go to FlashInfer."""
         if layer.v_head_dim == reference.LATENT_DIM:
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        assert self._prefill is not None
         return self._prefill.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(
@@ -189,7 +195,7 @@ class Sm120MLABackend(AttentionBackend):
 
     def _attend(self, q: torch.Tensor, layer: RadixAttention, req_pool_indices: torch.Tensor) -> torch.Tensor:
         rows = self.forward_metadata
-        options = {"workspace": self._workspace} if self.uses_kernel else {}
+        options: dict[str, Any] = {"workspace": self._workspace} if self.uses_kernel else {}
         attend = ops.mla_verify if self.uses_kernel else reference.mla_attention
         out, _ = attend(
             q,

@@ -73,7 +73,11 @@ def mla_attention(
     lse_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     lse = torch.full((rows, heads), float("-inf"), dtype=lse_dtype, device=q.device)
     pool = kv_pool.view(kv_pool.shape[0], HEAD_DIM)
-    offsets = [q_len * b for b in range(len(kv_lens) + 1)] if qo_indptr is None else qo_indptr.tolist()
+    if qo_indptr is not None:
+        offsets = qo_indptr.tolist()
+    else:
+        assert q_len is not None
+        offsets = [q_len * b for b in range(len(kv_lens) + 1)]
     for b, kv_len in enumerate(kv_lens.tolist()):
         begin, end = offsets[b], offsets[b + 1]
         rows_len = min(end - begin, kv_len)

@@ -15,6 +15,7 @@ is total, so the heap here, the batched torch version and the Triton kernels giv
 from __future__ import annotations
 
 import heapq
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,7 +84,8 @@ def heap_tree(log_probs: np.ndarray, budget: int) -> list[tuple[int, int, int]]:
     log_probs: `[D, K]` float32, descending along K. Candidates of zero probability are never taken.
     """
     depths, ranks = log_probs.shape
-    masses, nodes = [np.float32(0.0)], []
+    masses = [np.float32(0.0)]
+    nodes: list[tuple[int, int, int]] = []
     frontier: list[tuple[np.float32, int, int, int]] = []
 
     def offer(parent: int, depth: int, rank: int) -> None:
@@ -236,7 +238,7 @@ def links(tree: DraftTree) -> tuple[Tensor, Tensor]:
     return first(is_child), first(is_later_sibling)
 
 
-def draw(tree: DraftTree, row: int, texts: list[str], accepted: set[int] = frozenset()) -> str:
+def draw(tree: DraftTree, row: int, texts: list[str], accepted: Set[int] = frozenset()) -> str:
     """One tree as text, a node a line, children below their parent: `texts [Q]` are its nodes, `*` are accepted."""
     parents = tree.parents[row].tolist()
     lines: list[str] = []

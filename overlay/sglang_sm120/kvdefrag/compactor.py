@@ -196,18 +196,19 @@ class Layout:
 def _sort_windows(layout: Layout, window: int, budget_units: int, units_per_gap: int) -> None:
     """Sort the units inside the windows that gain most. Cures what decoding side by side has mixed up nearby."""
     count = layout.units // window
-    best = None
+    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     for offset in {1, 1 + layout.units - count * window}:  # from either end: seams fall at different places
         ids = torch.arange(offset, offset + count * window, device=layout.key.device).view(count, window)
-        order = layout.key[ids].sort(dim=1)
-        gain = layout.gaps(layout.key[ids]).sum(1) - layout.gaps(order.values).sum(1)
+        keys, order = layout.key[ids].sort(dim=1)
+        gain = layout.gaps(layout.key[ids]).sum(1) - layout.gaps(keys).sum(1)
         if best is None or gain.max() > best[0].max():
-            best = gain, ids, order.indices
+            best = gain, ids, order
+    assert best is not None
     gain, ids, order = best
     gains, chosen = gain.sort(descending=True, stable=True)
     gains = gains[: max(budget_units // window, 1)]
-    gains = gains[(gains > 0) & (gains * units_per_gap >= window)].tolist()
-    for gained, index in zip(gains, chosen[: len(gains)].tolist(), strict=True):
+    worth_it = gains[(gains > 0) & (gains * units_per_gap >= window)].tolist()
+    for gained, index in zip(worth_it, chosen[: len(worth_it)].tolist(), strict=True):
         layout.add(ids[index][order[index]], ids[index], gained)
 
 

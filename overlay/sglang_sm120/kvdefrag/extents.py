@@ -93,6 +93,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         self._end = [0] * len(self._table)
         self._reserved_tokens = 0
         self._steps: DecodeSteps | VerifySteps | None = None
+        self.free_pages: torch.Tensor
         self._planned: tuple[Callable[[ScheduleBatch, int], torch.Tensor | None], ScheduleBatch] | None = None
 
     # -- what upstream asks of an allocator --
@@ -299,7 +300,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
             self._settle()
             self._steps = self._look_ahead(batch)
         steps = self._steps
-        if steps is None:
+        if not isinstance(steps, DecodeSteps):
             return None
         slots = steps.slots[steps.done]
         steps.done += 1

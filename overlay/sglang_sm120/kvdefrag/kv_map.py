@@ -52,7 +52,7 @@ def draw(maps: list[list[int]]) -> Image:
         for at, owner in enumerate(cells):
             image.putpixel((at % CELLS_PER_LINE, top + at // CELLS_PER_LINE), colour(owner))
         top += height + gap
-    return image.resize((image.width * CELL_PIXELS, image.height * CELL_PIXELS), Image.NEAREST)
+    return image.resize((image.width * CELL_PIXELS, image.height * CELL_PIXELS), Image.Resampling.NEAREST)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
