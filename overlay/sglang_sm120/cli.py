@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from sglang_sm120 import ops
+from sglang_sm120 import moe_balance, ops
 from sglang_sm120.kvdefrag import kv_map
 
 SERVER_FACTS = (
@@ -100,10 +100,17 @@ def main() -> None:
         "doctor", help="GPU, kernels, patches, and what a running server chose", description=doctor.__doc__
     )
     verb.add_argument("--url", help="also ask a running server, e.g. http://127.0.0.1:30000")
+    verb.set_defaults(run=lambda args: doctor(args.url))
     verb = verbs.add_parser("kv-map", help="a picture of a running server's KV pool", description=kv_map.__doc__)
     kv_map.add_arguments(verb)
+    verb.set_defaults(run=kv_map.main)
+    verb = verbs.add_parser(
+        "moe-balance", help="expert load, what it costs, what helps", description=moe_balance.__doc__
+    )
+    moe_balance.add_arguments(verb)
+    verb.set_defaults(run=moe_balance.main)
     args = parser.parse_args()
-    sys.exit(doctor(args.url) if args.verb == "doctor" else kv_map.main(args))
+    sys.exit(args.run(args))
 
 
 if __name__ == "__main__":

@@ -25,15 +25,21 @@ def register() -> None:
     _register_selection()
     _register_graph_report()
     _register_speculation()
+    _register_cpu_engine()
     kvdefrag.register()
 
 
 def _register_speculation() -> None:
-    from sglang_sm120.cpu import speculative, standin
     from sglang_sm120.ddtree import algorithm
 
     algorithm.register()
+
+
+def _register_cpu_engine() -> None:
+    from sglang_sm120.cpu import capture, speculative, standin
+
     if standin.is_installed():
+        capture.register()
         speculative.register()
 
 

@@ -1,0 +1,64 @@
+"""`sglang-sm120 moe-balance`: how evenly tokens fall on the experts, what that costs, what would help."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+REDUNDANT_EXPERTS_PER_RANK = (0, 1, 4)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `moe-balance`."""
+    source = parser.add_argument_group("what is judged")
+    source.add_argument("--url", default="http://127.0.0.1:30000", help="the running server to record")
+    source.add_argument("--api-key", help="its admin key, if it has one")
+    source.add_argument("--seconds", type=float, default=60, help="how long to record (default 60)")
+    source.add_argument("--dump-dir", type=Path, help="where the server writes dumps (default: as upstream, /tmp)")
+    source.add_argument("--record", type=Path, help="judge this dump instead of a running server")
+    source.add_argument(
+        "--copies", type=int, help="how often the dump counts a token (default: asked of the server, or 1)"
+    )
+    layout = parser.add_argument_group("for which layout and GPU")
+    layout.add_argument("--ranks", type=int, help="GPUs that share the experts (default: asked of the server, or 8)")
+    layout.add_argument(
+        "--redundant", type=int, nargs="+", help="redundant experts to try (default: 0, 1 and 4 a rank)"
+    )
+    layout.add_argument("--model", type=Path, help="folder of the model's config.json, for milliseconds")
+    layout.add_argument("--weight-bytes", type=float, default=2, help="bytes a weight: 2 bf16, 1 fp8, 0.5 int4")
+    layout.add_argument("--read-gbps", type=float, default=1600, help="memory bandwidth (default: RTX PRO 6000)")
+    layout.add_argument("--tflops", type=float, default=400, help="matmul rate of the experts (default: RTX PRO 6000)")
+    layout.add_argument("--tile", type=int, default=64, help="tokens a tile of the grouped GEMM (default 64)")
+    parser.add_argument("--out", type=Path, default=Path("moe-balance"), help="writes OUT.json and OUT.png")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """`run`, with what went wrong as one line on stderr; the exit code."""
+    try:
+        run(arguments)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Record or read, judge, write JSON and picture, print the findings."""
+    from sglang_sm120.moe_balance import cost, recording, report
+
+    if arguments.record:
+        load = recording.read(arguments.record, arguments.copies or 1)
+        ranks, model = arguments.ranks or 8, arguments.model
+    else:
+        server = recording.RecordingServer(arguments.url, arguments.api_key, arguments.dump_dir)
+        load = recording.read(server.record(arguments.seconds), arguments.copies or server.copies)
+        ranks, model = arguments.ranks or server.ranks, arguments.model or server.model
+    gpu = cost.Gpu(arguments.read_gbps, arguments.tflops, arguments.weight_bytes, arguments.tile)
+    redundant = arguments.redundant or [ranks * per_rank for per_rank in REDUNDANT_EXPERTS_PER_RANK]
+    findings = report.findings(load, gpu, ranks, redundant, recording.expert_weights(model) if model else None)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.with_suffix(".json").write_text(report.to_json(findings))
+    report.draw(load).save(arguments.out.with_suffix(".png"))
+    print(report.text(findings))
+    print(f"written: {arguments.out.with_suffix('.json')} and {arguments.out.with_suffix('.png')}")
