@@ -3,9 +3,10 @@
     churn        replays one trace with upstream's allocator and with extents; runs anywhere
     map          compacts a churned pool to the end: runs, and kv-map.png beside the file; runs anywhere
     kernel       attention bandwidth against contiguity (needs a CUDA GPU and the kernel library, not SGLang)
+    fastpath     what the kernel would win if it read no indices where KV is contiguous (as kernel; builds one)
     move         bandwidth of the move that compaction launches (as kernel)
-    compaction   what one whole pass over a churned pool costs (needs a CUDA GPU)
-    serve        tokens a second with tiers off, 0, and 0 with 1 (needs a CUDA GPU)
+    compaction   what whole passes over a churned pool cost (needs a CUDA GPU)
+    serve        tokens a second with tiers off, 0, 1, and 0 with 1; step times while compacting (needs a CUDA GPU)
 
 Every comparison is of medians within one run; results are merged into the JSON file under the name of the part.
 """
@@ -15,24 +16,44 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import statistics
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 import torch
 
 from tools.churn import World
 
+if TYPE_CHECKING:
+    from tools.server import Server
+
 EXTENTS = (0, 64, 128, 256)
-GPU_PARTS = ("kernel", "move", "compaction", "serve")
+GPU_PARTS = ("kernel", "fastpath", "move", "compaction", "serve")
+HEAD_DIM = 576
+HEADS = 8
+RUN_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1_024, 4_096, 131_072)
+# How the kernel's loader finds a slot, and how it would if a request's KV were one run.
+INDEXED = "return slots[min(at, length - 1)];"
+CONTIGUOUS = "return slots[0] + min(at, length - 1);"
+TIERS = {
+    "off": {},
+    "0": {"SGLANG_SM120_KV_EXTENT": "256"},
+    "1": {"SGLANG_SM120_KV_COMPACT": "auto"},
+    "0+1": {"SGLANG_SM120_KV_EXTENT": "256", "SGLANG_SM120_KV_COMPACT": "auto"},
+}
 SERVE_FLAGS = (
     "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
-    "--max-total-tokens 200000 --context-length 16000 --max-running-requests 32 --cuda-graph-max-bs-decode 32 "
-    "--enable-metrics --mem-fraction-static 0.4"
+    "--max-total-tokens 200000 --context-length 16000 --max-running-requests 32 --cuda-graph-bs-decode 8 16 24 32 "
+    "--sleep-on-idle --enable-metrics --mem-fraction-static 0.2"
 )
 
 
@@ -121,12 +142,12 @@ def draw_map(device: str, picture: Path) -> dict[str, float]:
     from sglang_sm120.kvdefrag import kv_map, serving
 
     world = churned(device, 65_536)
-    before, maps, passes = world.survey_runs(), [kv_map.owners(world.survey())], 0
+    before, maps, passes = world.survey_runs(), [world.owners()], 0
     while world.compact(serving.WINDOW_UNITS, 4 * serving.WINDOW_UNITS):
         passes += 1
     after = world.survey_runs()
     picture.parent.mkdir(parents=True, exist_ok=True)
-    kv_map.draw([*maps, kv_map.owners(world.survey())]).save(picture)
+    kv_map.draw([*maps, world.owners()]).save(picture)
     result: dict[str, float] = {"passes": passes, "units_a_pass": 4 * serving.WINDOW_UNITS}
     for name, runs in (("before", before), ("after", after)):
         result |= {f"mean_run_length_{name}": runs.mean_length, f"contiguity_{name}": runs.contiguity}
@@ -134,43 +155,102 @@ def draw_map(device: str, picture: Path) -> dict[str, float]:
     return result
 
 
-def kernel(tokens: int = 131_072, heads: int = 8, q_len: int = 17) -> dict:
-    """Attention time on one long request whose slots lie in runs of one length, page size 1, and in 64-token pages."""
+def kernel(repeats: int = 3) -> dict:
+    """Attention time against contiguity, page sizes 1 and 64: one long request, decoding and verifying, and a batch.
+
+    Slots lie in runs of one length, at random places of a pool four times as large. A table of 64-token pages at some
+    contiguity is a table of slots in longer runs, which is all that the kernel sees of it.
+    """
+    tokens = 131_072
+    pool = torch.randn(4 * tokens, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    cases = []
+    for batch, q_len in ((1, 1), (1, 17), (32, 1)):
+        length = tokens // batch
+        tables = {run: _table(pool.shape[0], batch, length, run) for run in RUN_LENGTHS if run <= length}
+        times: dict[int, list[float]] = {run: [] for run in tables}
+        for _ in range(repeats):
+            for run, table in tables.items():
+                times[run].append(median_ms(_attention(pool, table, q_len)))
+        for run, table in tables.items():
+            runs, pages = table.shape[1] // run, table.shape[1] // 64
+            ms = statistics.median(times[run])
+            case = {
+                "requests": batch,
+                "q_len": q_len,
+                "run_length": run,
+                "contiguity_page_1": 1 - (runs - 1) / (length - 1),
+                "contiguity_page_64": 1 - (runs - 1) / (pages - 1) if run >= 64 else None,
+                "ms": ms,
+                "gb_per_s": tokens * HEAD_DIM * 2 / ms / 1e6,
+            }
+            cases.append(case)
+            print(json.dumps(case), flush=True)
+    return {"tokens": tokens, "heads": HEADS, "kv": "bfloat16", "repeats": repeats, "cases": cases}
+
+
+def _table(pool_slots: int, batch: int, length: int, run: int) -> torch.Tensor:
+    """A `req_to_token [batch, length]` whose slots lie in runs of `run`, at random places."""
+    starts = torch.randperm(pool_slots // run, device="cuda")[: batch * length // run] * run
+    return (starts[:, None] + torch.arange(run, device="cuda")).view(batch, length).int()
+
+
+def _attention(pool: torch.Tensor, table: torch.Tensor, q_len: int) -> Callable[[], object]:
+    """One call of the kernel: every row of the table is a request that asks `q_len` queries."""
     from sglang_sm120 import ops
 
-    pool_slots = 4 * tokens
-    pool = torch.randn(pool_slots, ops.HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    q = torch.randn(q_len, heads, ops.HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    rows, lens = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.tensor([tokens], device="cuda")
+    batch, length = table.shape
+    q = torch.randn(batch * q_len, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    rows = torch.arange(batch, device="cuda")
+    lens = torch.full((batch,), length, device="cuda")
+    return lambda: ops.mla_verify(q, pool, table, rows, lens, q_len=q_len, sm_scale=0.1)
+
+
+def fastpath(repeats: int = 5) -> dict:
+    """What reading no indices would win: the kernel against itself with slots computed from a request's first one.
+
+    On contiguous KV both read the same bytes. The second kernel is built here, from the sources with one line changed.
+    """
+    from sglang_sm120 import ops
+
+    from tools import kernels
+
+    major, minor = torch.cuda.get_device_capability()
+    sources = Path(shutil.copytree(kernels.SOURCES, "build/contiguous", dirs_exist_ok=True))
+    loader = sources / "mla_verify" / "kernel.cuh"
+    text = loader.read_text()
+    if text.count(INDEXED) != 1:
+        raise SystemExit(f"error: {loader} does not read slots by `{INDEXED}`: tell tools/bench_defrag.py how it does")
+    loader.write_text(text.replace(INDEXED, CONTIGUOUS))
+    library = kernels.build([f"sm_{major}{minor}"], sources / "lib", sources=sources)
+    paths = {"indices": ops.LIBRARY_PATH, "contiguous": library}
+
+    tokens = 131_072
+    pool = torch.randn(tokens, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     cases = []
-    for run in (1, 2, 4, 8, 16, 32, 64, 256, 1_024, 4_096, tokens):
-        starts = torch.randperm(pool_slots // run, device="cuda")[: tokens // run] * run
-        table = (starts[:, None] + torch.arange(run, device="cuda")).view(1, -1).int()
-
-        def attend(table: torch.Tensor = table) -> None:
-            ops.mla_verify(q, pool, table, rows, lens, q_len=q_len, sm_scale=0.1)
-
-        ms = median_ms(attend)
-        runs = len(starts)
-        case = {
-            "run_length": run,
-            "contiguity": 1 - (runs - 1) / (tokens - 1),
-            "page_size": 64 if run == 64 else 1,
-            "ms": ms,
-            "gb_per_s": tokens * ops.HEAD_DIM * 2 / ms / 1e6,
-        }
-        cases.append(case)
-        print(json.dumps(case), flush=True)
-    return {"tokens": tokens, "heads": heads, "q_len": q_len, "kv": "bfloat16", "cases": cases}
+    for batch, q_len in ((1, 1), (1, 17), (32, 1)):
+        table = torch.arange(tokens, device="cuda", dtype=torch.int32).view(batch, -1)
+        attend = _attention(pool, table, q_len)
+        times: dict[str, list[float]] = {name: [] for name in paths}
+        for _ in range(repeats):
+            for name, path in paths.items():
+                ops.LIBRARY_PATH = path
+                ops._library.cache_clear()
+                times[name].append(median_ms(attend))
+        ms = {name: statistics.median(values) for name, values in times.items()}
+        cases.append({"requests": batch, "q_len": q_len, "ms": ms, "gain": ms["indices"] / ms["contiguous"] - 1})
+        print(json.dumps(cases[-1]), flush=True)
+    ops.LIBRARY_PATH = paths["indices"]
+    ops._library.cache_clear()
+    return {"tokens": tokens, "cases": cases}
 
 
 def move(layers: int = 61, slots: int = 73_728) -> dict:
     """Bandwidth of the move that compaction launches, by window, against a plain copy on the device."""
     from sglang_sm120 import ops
 
-    buffers = [torch.randn(slots, ops.HEAD_DIM, device="cuda").bfloat16() for _ in range(layers)]
+    buffers = [torch.randn(slots, HEAD_DIM, device="cuda").bfloat16() for _ in range(layers)]
     pointers = torch.tensor([buffer.data_ptr() for buffer in buffers], device="cuda")
-    row_bytes = ops.HEAD_DIM * 2
+    row_bytes = HEAD_DIM * 2
     copied = [torch.empty_like(buffer) for buffer in buffers]
     copy_ms = median_ms(lambda: [a.copy_(b) for a, b in zip(copied, buffers, strict=True)])
     moved_bytes = 2 * slots * row_bytes * layers  # read and written
@@ -191,18 +271,20 @@ def move(layers: int = 61, slots: int = 73_728) -> dict:
     return {"layers": layers, "slots": slots, "copy_gb_per_s": moved_bytes / copy_ms / 1e6, "cases": cases}
 
 
-def compaction(layers: int = 61, slots: int = 262_144) -> dict[str, float]:
-    """Milliseconds of one whole pass at the default budget over a churned pool, survey and rewriting included."""
+def compaction(layers: int = 61, slots: int = 262_144) -> dict:
+    """Whole passes at the default budget over a churned pool: milliseconds, and the bandwidth of the move."""
     from sglang_sm120.kvdefrag import compactor, serving
     from sglang_sm120.kvdefrag.settings import Settings
 
-    buffers = [torch.zeros(slots + 1, 1, 576, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
+    buffers = [torch.zeros(slots + 1, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
     pool = compactor.Pool(buffers, page_size=1)
+    copy_ms = median_ms(lambda: [a.copy_(b) for a, b in zip(buffers[::2], buffers[1::2], strict=False)])
+    copy_rate = 2 * (layers // 2) * buffers[0].nbytes / copy_ms
     budget = int(Settings().compact_ms / 1000 * serving.move_bytes_per_s("cuda") / (2 * pool.unit_bytes))
     world = churned("cuda", slots)
-    stages: dict[str, list[float]] = {"survey_ms": [], "plan_ms": [], "commit_ms": []}
-    before = world.survey_runs()
-    for _ in range(12):
+    before, passes = world.survey_runs(), []
+    while len(passes) < 40:
+        begin, rewritten = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         marks = [_now()]
         survey = world.survey()
         marks.append(_now())
@@ -210,19 +292,37 @@ def compaction(layers: int = 61, slots: int = 262_144) -> dict[str, float]:
         marks.append(_now())
         if moves is None:
             break
-        compactor.commit(survey, moves, [pool])
+        begin.record()
+        compactor.commit(survey, moves, [pool], lambda stage, at=rewritten: at.record() if stage == "rows" else None)
         marks.append(_now())
-        for name, begin, end in zip(stages, marks, marks[1:], strict=False):
-            stages[name].append((end - begin) * 1000)
+        units = sum(len(src) for src, _ in moves.chunks)
+        move_ms = begin.elapsed_time(rewritten)
+        passes.append({
+            "survey_ms": (marks[1] - marks[0]) * 1000,
+            "plan_ms": (marks[2] - marks[1]) * 1000,
+            "commit_ms": (marks[3] - marks[2]) * 1000,
+            "move_ms": move_ms,
+            "total_ms": (marks[3] - marks[0]) * 1000,
+            "units": units,
+            "move_gb_per_s": 2 * units * pool.unit_bytes / move_ms / 1e6,
+            "of_copy_rate": 2 * units * pool.unit_bytes / move_ms / copy_rate,
+        })  # fmt: skip
     after = world.survey_runs()
-    medians = {name: statistics.median(times) for name, times in stages.items()}
-    return medians | {
-        "passes": len(stages["commit_ms"]),
+    result = {
+        "layers": layers,
+        "pool_tokens": slots,
         "budget_units": budget,
-        "total_ms": sum(medians.values()),
+        "passes": len(passes),
+        "copy_gb_per_s": copy_rate / 1e6,
+        "median": {key: statistics.median(p[key] for p in passes) for key in passes[0]},
+        "first": passes[0],
         "mean_run_length_before": before.mean_length,
         "mean_run_length_after": after.mean_length,
+        "contiguity_before": before.contiguity,
+        "contiguity_after": after.contiguity,
     }
+    print(json.dumps(result), flush=True)
+    return result
 
 
 def churned(device: str, size: int) -> World:
@@ -243,8 +343,9 @@ def _now() -> float:
 
 
 def median_ms(call: Callable[[], object], repeats: int = 21) -> float:
-    """Median GPU milliseconds of `call`; 256 MB are written before each, so that no cache holds what it reads."""
-    scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    """Median GPU milliseconds of `call`; 1 GB is written before each: no cache holds what it reads, and the
+    host has launched all of it when the GPU begins."""
+    scratch = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
     times = []
     for _ in range(repeats + 3):
         scratch.zero_()
@@ -257,33 +358,59 @@ def median_ms(call: Callable[[], object], repeats: int = 21) -> float:
     return statistics.median(times[3:])
 
 
-def serve(requests: int = 160, arrivals_per_s: float = 12.0) -> dict:
-    """Output tokens a second and time per output token under Poisson arrivals: tiers off, 0, and 0 with 1."""
+def serve(requests: int = 64, arrivals_per_s: float = 16.0, repeats: int = 3) -> dict:
+    """Poisson traffic with tiers off, 0, 1, and 0 with 1, all servers up at once and taking turns; then step times."""
     from tools import server, tiny_model
 
     work = Path("build/bench-defrag")
-    model = tiny_model.write(work / "rank", size="rank")
-    tiers = {
-        "off": {},
-        "0": {"SGLANG_SM120_KV_EXTENT": "256"},
-        "0+1": {"SGLANG_SM120_KV_EXTENT": "256", "SGLANG_SM120_KV_COMPACT": "auto"},
-    }
-    cases = []
-    for name, env in tiers.items():
+    model = work / "rank"
+    if not (model / "config.json").exists():
+        tiny_model.write(model, size="rank")
+
+    def start(name: str) -> server.Server:
         flags = [*SERVE_FLAGS.split(), "--attention-backend", "sm120_mla"]
-        with server.running(model, work / f"{name}.log", flags, env, defaults=()) as up:
-            offer(up.generate, requests // 4, arrivals_per_s)  # warm up
-            case = {"tiers": name} | offer(up.generate, requests, arrivals_per_s)
-            state = json.loads(up.get("/server_info"))["internal_states"][0].get("sm120_kv", {})
-            case |= {key: state.get(key) for key in ("passes", "units_moved", "contiguity", "refused_because")}
-        cases.append(case)
-        print(json.dumps(case), flush=True)
-    return {"requests": requests, "arrivals_per_s": arrivals_per_s, "flags": SERVE_FLAGS, "cases": cases}
+        return stack.enter_context(server.running(model, work / f"{name}.log", flags, TIERS[name], defaults=()))
+
+    offers: dict[str, list[dict]] = {name: [] for name in TIERS}
+    steps: dict[str, list[dict]] = {"off": [], "1": []}
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(len(TIERS)) as pool:
+            ups = dict(zip(TIERS, pool.map(start, TIERS), strict=True))
+        print("servers are up", flush=True)
+        for seed in range(repeats + 1):  # the first is for warming up
+            for name, up in ups.items():
+                result = offer(up.generate, requests if seed else requests // 4, arrivals_per_s, seed)
+                if seed:
+                    offers[name].append(result)
+                    print(json.dumps({"tiers": name} | result), flush=True)
+        for seed in range(repeats):
+            for name, results in steps.items():
+                results.append(step_times(ups[name], seed) | {"passes": _compaction_state(ups[name]).get("passes")})
+                print(json.dumps({"steps of": name} | results[-1]), flush=True)
+        cases = [{"tiers": name} | _medians(rows) | _compaction_state(ups[name]) for name, rows in offers.items()]
+    return {
+        "requests": requests,
+        "arrivals_per_s": arrivals_per_s,
+        "repeats": repeats,
+        "flags": SERVE_FLAGS,
+        "cases": cases,
+        "steps": {name: _medians(rows) for name, rows in steps.items()},
+    }
 
 
-def offer(generate: Callable[..., list[dict]], requests: int, arrivals_per_s: float) -> dict[str, float]:
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(row[key] or 0 for row in rows) for key in rows[0]}
+
+
+def _compaction_state(up: Server) -> dict:
+    state = json.loads(up.get("/server_info"))["internal_states"][0].get("sm120_kv", {})
+    wanted = ("passes", "units_moved", "host_seconds", "contiguity", "mean_run_length", "refused_because")
+    return {key: state[key] for key in wanted if key in state}
+
+
+def offer(generate: Callable[..., list[dict]], requests: int, arrivals_per_s: float, seed: int) -> dict[str, float]:
     """Send requests at Poisson times; tokens a second, and the median and 99th percentile of time per output token."""
-    random = Random(0)
+    random = Random(seed)
     shared = [[random.randrange(3, 2_000) for _ in range(2_000)] for _ in range(4)]
 
     def one(delay_s: float, prompt: list[int], tokens: int) -> tuple[int, float]:
@@ -310,6 +437,30 @@ def offer(generate: Callable[..., list[dict]], requests: int, arrivals_per_s: fl
     }
 
 
+def step_times(up: Server, seed: int, requests: int = 32, steps: int = 700) -> dict[str, float]:
+    """Milliseconds between the tokens that one request streams while it decodes beside `requests - 1` others."""
+    random = Random(1_000 + seed)
+    prompts = [[random.randrange(3, 2_000) for _ in range(256)] for _ in range(requests)]
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(up.generate, prompts[1:], steps + 100)
+        arrivals = list(_token_times(up, prompts[0], steps))
+        others.result()
+    times = sorted((b - a) * 1000 for a, b in pairwise(arrivals[50:]))  # by then all have started
+    at = {f"p{percent}_ms": times[int(percent / 100 * len(times))] for percent in (50, 95, 98, 99)}
+    return {"mean_ms": statistics.mean(times)} | at | {"longest_ms": times[-1]}
+
+
+def _token_times(up: Server, prompt: list[int], tokens: int) -> Iterator[float]:
+    """When each token of a streamed answer arrives."""
+    parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = json.dumps({"input_ids": prompt, "sampling_params": parameters, "stream": True}).encode()
+    request = urllib.request.Request(f"{up.url}/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                yield time.perf_counter()
+
+
 def machine() -> dict[str, str]:
     """What it ran on."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
@@ -334,6 +485,7 @@ def main() -> None:
         "churn": lambda: churn(device),
         "map": lambda: draw_map(device, picture),
         "kernel": kernel,
+        "fastpath": fastpath,
         "move": move,
         "compaction": compaction,
         "serve": serve,

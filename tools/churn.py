@@ -212,6 +212,13 @@ class World:
         kvs = [req.kv for req in self.running]
         return Survey.take(Holders(kvs, self.rows.req_to_token, self.tree, self.allocator))
 
+    def owners(self) -> list[int]:
+        """The pool as `kv_map.draw` wants it."""
+        from sglang_sm120.kvdefrag import kv_map
+
+        survey = self.survey()
+        return kv_map.owners(survey.owner, len(survey.segments)).tolist()
+
     def survey_runs(self) -> Runs:
         """Runs of all running requests' rows, without taking anybody's extents back."""
         from sglang_sm120.kvdefrag import census

@@ -93,10 +93,10 @@ def test_the_picture_shows_the_pool_before_and_after(tmp_path, capsys):
 
     world = World(240, max_requests=5, max_context=160, seed=2)
     schedules.run(world, 25, lambda _: None)
-    maps = [kv_map.owners(world.survey())]
+    maps = [world.owners()]
     while world.compact(60, 240):
         pass
-    maps.append(kv_map.owners(world.survey()))
+    maps.append(world.owners())
     assert sorted(maps[0]) == sorted(maps[1]) and maps[0] != maps[1]
     state = {"map_before": maps[0], "map_after": maps[1], "mean_run_length": 2.0, "contiguity": 0.5}
     with answering({"internal_states": [{"sm120_kv": state}]}) as url:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Moving is worth it if it closes at least one gap for this many units.
 UNITS_PER_GAP = 64
+# Each gathered piece is planned on its own, which takes longer than to move it.
+GATHERS_A_PASS = 8
 FULL = 0  # upstream's ComponentType.FULL: the index of a node's KV slots
 
 
@@ -93,7 +95,7 @@ class Survey:
 
     holders: Holders
     nodes: list[Any]
-    segments: list[torch.Tensor]
+    segments: Sequence[torch.Tensor]
     owner: torch.Tensor
     """`[units + 1]` int64: segment of each unit; `len(segments)` where it is free."""
     position: torch.Tensor
@@ -103,28 +105,30 @@ class Survey:
     def take(cls, holders: Holders) -> Survey:
         """Survey the pool. RuntimeError if a unit has two owners or none: then somebody unknown holds ids."""
         page, units = holders.page_size, holders.allocator.size // holders.page_size
-        nodes = holders.nodes()
-        slots = [node.component_data[FULL].value for node in nodes]
-        for kv in holders.requests:
-            slots.append(holders.req_to_token[kv.req_pool_idx, kv.cache_protected_len : holders.row_length(kv)])
-        segments = [s[::page].long() // page if page > 1 else s.long() for s in slots]
-        owner = torch.full((units + 1,), len(segments), device=holders.req_to_token.device)
-        position = torch.arange(units + 1, device=owner.device)
-        lens = [len(s) for s in segments]
-        if segments:
-            held, counts = torch.cat(segments), torch.tensor(lens, device=owner.device)
+        nodes, table = holders.nodes(), holders.req_to_token
+        cached = [node.component_data[FULL].value[::page] for node in nodes]
+        private = [
+            table[kv.req_pool_idx, kv.cache_protected_len : holders.row_length(kv) : page] for kv in holders.requests
+        ]
+        lens = [len(s) for s in (*cached, *private)]
+        # Values are int64 and rows int32, so they are put together apart: two copies instead of one a segment.
+        held = torch.cat([torch.cat(slots).long() // page for slots in (cached, private) if slots] or [table[0, :0]])
+        owner = torch.full((units + 1,), len(lens), device=table.device)
+        position = torch.arange(units + 1, device=table.device)
+        if lens:
+            counts = torch.tensor(lens, device=table.device)
             owner[held] = torch.repeat_interleave(counts, output_size=len(held))
             before = counts.cumsum(0) - counts
-            position[held] = torch.arange(len(held), device=owner.device) - before[owner[held]]
-        survey = cls(holders, nodes, segments, owner, position)
-        survey._check(sum(lens))
+            position[held] = torch.arange(len(held), device=table.device) - before[owner[held]]
+        survey = cls(holders, nodes, held.split(lens), owner, position)
+        survey._check(len(held))
         return survey
 
     def _check(self, held: int) -> None:
         free = self.holders.free_units().long()
-        units = len(self.owner) - 1
-        used_twice = held - int((self.owner[1:] < len(self.segments)).sum())
-        free_and_used = int((self.owner[free] < len(self.segments)).sum())
+        units, is_held = len(self.owner) - 1, self.owner < len(self.segments)
+        held_once, free_and_used = torch.stack([is_held[1:].sum(), is_held[free].sum()]).tolist()
+        used_twice = held - held_once
         if used_twice or free_and_used or held + len(free) != units:
             raise RuntimeError(
                 f"KV census: {held} units held ({used_twice} twice), {len(free)} free ({free_and_used} of them held), "
@@ -140,6 +144,12 @@ class Plan:
     new_unit: torch.Tensor
     """`[units + 1]` int64: where each unit's content is in the end."""
     gaps_closed: int
+
+    def moved(self, by_unit: torch.Tensor) -> torch.Tensor:
+        """What was said of each unit, `[units + 1]`, said of where its content is in the end."""
+        after = torch.empty_like(by_unit)
+        after[self.new_unit] = by_unit
+        return after
 
 
 def plan(survey: Survey, window: int, budget_units: int, units_per_gap: int = UNITS_PER_GAP) -> Plan | None:
@@ -183,13 +193,13 @@ class Layout:
         key[dst] = self.key[src]
         return key
 
-    def add(self, src: torch.Tensor, dst: torch.Tensor, gaps_closed: int) -> None:
-        """Take a chunk into the plan."""
+    def add(self, src: torch.Tensor, dst: torch.Tensor, gaps_closed: int, chunks: int = 1) -> None:
+        """Take a permutation into the plan; `chunks` equal parts of it are permutations of their own."""
         self.key = self.permuted(src, dst)
         moved = torch.arange(self.units + 1, device=self.key.device)
         moved[src] = dst
         self.at = moved[self.at]
-        self.chunks.append((src, dst))
+        self.chunks.extend(zip(src.chunk(chunks), dst.chunk(chunks), strict=True))
         self.gaps_closed += gaps_closed
 
 
@@ -208,8 +218,9 @@ def _sort_windows(layout: Layout, window: int, budget_units: int, units_per_gap:
     gains, chosen = gain.sort(descending=True, stable=True)
     gains = gains[: max(budget_units // window, 1)]
     worth_it = gains[(gains > 0) & (gains * units_per_gap >= window)].tolist()
-    for gained, index in zip(worth_it, chosen[: len(worth_it)].tolist(), strict=True):
-        layout.add(ids[index][order[index]], ids[index], gained)
+    if worth_it:
+        chosen = chosen[: len(worth_it)]
+        layout.add(ids[chosen].gather(1, order[chosen]), ids[chosen], sum(worth_it))
 
 
 def _gather_segments(layout: Layout, window: int, budget_units: int, units_per_gap: int) -> None:
@@ -218,7 +229,8 @@ def _gather_segments(layout: Layout, window: int, budget_units: int, units_per_g
     if not pieces:
         return
     runs = census.run_counts(pieces, layout.key.device)
-    for index in runs.argsort(descending=True, stable=True)[: max(budget_units // (2 * window), 1)].tolist():
+    most = min(max(budget_units // (2 * window), 1), GATHERS_A_PASS)
+    for index in runs.argsort(descending=True, stable=True)[:most].tolist():
         piece = layout.at[pieces[index]]
         src, dst = _exchange(layout, piece)
         gained = int(layout.gaps(layout.key).sum() - layout.gaps(layout.permuted(src, dst)).sum())
@@ -355,6 +367,4 @@ def _rewrite_tree(survey: Survey, moves: Plan) -> Callable[[], None]:
 def _rewrite_free_list(survey: Survey, moves: Plan) -> Callable[[], None]:
     was_free = survey.owner == len(survey.segments)
     was_free[0] = False
-    is_free = torch.empty_like(was_free)
-    is_free[moves.new_unit] = was_free
-    return survey.holders.replace_free_units(is_free.nonzero().view(-1))
+    return survey.holders.replace_free_units(moves.moved(was_free).nonzero().view(-1))

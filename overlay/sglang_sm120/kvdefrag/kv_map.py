@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
-
-    from sglang_sm120.kvdefrag.compactor import Survey
 
 CELLS = 4096
 CELLS_PER_LINE = 128
@@ -22,14 +21,16 @@ FREE = -1
 FREE_COLOUR = (235, 235, 235)
 
 
-def owners(survey: Survey) -> list[int]:
-    """Who owns each of up to 4,096 evenly spaced units: the segment's number, or -1 where the unit is free."""
+def owners(owner: torch.Tensor, segments: int) -> torch.Tensor:
+    """Who owns each of up to 4,096 evenly spaced units: the segment's number, or -1 where the unit is free.
+
+    `owner [1 + units]` and `segments` are those of a survey; the answer is int64, on the same device.
+    """
     import torch
 
-    units = len(survey.owner) - 1
-    sample = torch.linspace(1, units, min(units, CELLS), device=survey.owner.device).long()
-    owner = survey.owner[sample]
-    return torch.where(owner == len(survey.segments), FREE, owner).tolist()
+    units = len(owner) - 1
+    sample = owner[torch.linspace(1, units, min(units, CELLS), device=owner.device).long()]
+    return torch.where(sample == segments, FREE, sample)
 
 
 def colour(owner: int) -> tuple[int, int, int]:

@@ -28,7 +28,9 @@ def _series() -> SimpleNamespace:
         partial_blocks=gauge("partial_blocks", "Aligned blocks of KV units that are partly used"),
         passes=Counter("sm120:kv_compaction_passes", "Passes of KV compaction that moved something"),
         units=Counter("sm120:kv_compaction_units", "KV units that passes of compaction moved"),
-        seconds=Counter("sm120:kv_compaction_seconds", "Seconds in passes of KV compaction"),
+        seconds=Counter(
+            "sm120:kv_compaction_seconds", "Host seconds in passes of KV compaction; the GPU goes on moving meanwhile"
+        ),
     )
 
 

@@ -95,10 +95,9 @@ class Defragmenter:
         self._steps_to_next_look = STEPS_BETWEEN_PASSES
         self._idle_done = False
         self._in_series = False
-        self._before: list[int] = []
-        self._after: list[int] = []
+        self._before = self._after = torch.empty(0, dtype=torch.int64)
         self._passes = self._units_moved = self._gaps_closed = 0
-        self._last: Census | None = None
+        self._host_seconds = 0.0
         if self._refusal:
             logger.warning("KV compaction is off: %s", self._refusal)
             return
@@ -164,29 +163,33 @@ class Defragmenter:
             survey = compactor.Survey.take(self._holders())
             moves = compactor.plan(survey, WINDOW_UNITS, self._budget_units, self._units_per_gap)
             if moves is not None:
-                self._before = self._before if self._in_series else kv_map.owners(survey)
                 compactor.commit(survey, moves, self._pools)
         except Exception as error:
             self._refusal = f"a pass failed and was undone: {error}"
             logger.exception("KV compaction is off from now on")
             return False
         self._let_gpu_go_on()
-        self._in_series = moves is not None
         if moves is None:
             self._asked = False
             self._steps_to_next_look = 8 * STEPS_BETWEEN_PASSES
+            if self._in_series:
+                self._in_series = False
+                metrics.publish(self._census())
             return False
-        self._account(moves, time.perf_counter() - begin)
+        self._account(survey, moves, time.perf_counter() - begin)
         return True
 
-    def _account(self, moves: compactor.Plan, seconds: float) -> None:
-        self._after = kv_map.owners(compactor.Survey.take(self._holders()))
-        self._last = self._holders().census(BLOCK_UNITS)
+    def _account(self, survey: compactor.Survey, moves: compactor.Plan, seconds: float) -> None:
+        segments = len(survey.segments)
+        if not self._in_series:
+            self._before = kv_map.owners(survey.owner, segments)
+        self._in_series = True
+        self._after = kv_map.owners(moves.moved(survey.owner), segments)
         self._passes += 1
         units = sum(len(src) for src, _ in moves.chunks)
         self._units_moved += units
         self._gaps_closed += moves.gaps_closed
-        metrics.publish(self._last)
+        self._host_seconds += seconds
         metrics.count_pass(units, seconds)
 
     def _holders(self) -> compactor.Holders:
@@ -195,11 +198,14 @@ class Defragmenter:
         table = scheduler.req_to_token_pool.req_to_token
         return compactor.Holders(kvs, table, scheduler.tree_cache, scheduler.token_to_kv_pool_allocator)
 
-    def _contiguity(self) -> float:
+    def _census(self) -> Census:
         """Of all running requests' rows."""
-        self._last = self._holders().census(BLOCK_UNITS)
-        metrics.publish(self._last)
-        return self._last.total.contiguity
+        return self._holders().census(BLOCK_UNITS)
+
+    def _contiguity(self) -> float:
+        census = self._census()
+        metrics.publish(census)
+        return census.total.contiguity
 
     def _holds_unknown_ids(self) -> str | None:
         """Why this moment is no safe point, or None."""
@@ -225,17 +231,18 @@ class Defragmenter:
             self._scheduler.forward_stream.wait_stream(torch.cuda.current_stream())
 
     def report(self) -> dict[str, Any]:
-        """For `/server_info`: refusal, counts, last census, and the pool before and after the last series of passes."""
-        last = self._last
+        """For `/server_info`: refusal, counts, a census, and the pool before and after the last series of passes."""
+        now = None if self._refusal else self._census().total
         return {
             "refused_because": self._refusal,
             "passes": self._passes,
             "units_moved": self._units_moved,
             "gaps_closed": self._gaps_closed,
-            "contiguity": last.total.contiguity if last else None,
-            "mean_run_length": last.total.mean_length if last else None,
-            "map_before": self._before,
-            "map_after": self._after,
+            "host_seconds": self._host_seconds,
+            "contiguity": now.contiguity if now else None,
+            "mean_run_length": now.mean_length if now else None,
+            "map_before": self._before.tolist(),
+            "map_after": self._after.tolist(),
         }
 
 
