@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -215,7 +216,7 @@ def fastpath(repeats: int = 5) -> dict:
     from tools import kernels
 
     major, minor = torch.cuda.get_device_capability()
-    sources = Path(shutil.copytree(kernels.SOURCES, "build/contiguous", dirs_exist_ok=True))
+    sources = Path(shutil.copytree(kernels.SOURCES, "build/contiguous", dirs_exist_ok=True)).resolve()
     loader = sources / "mla_verify" / "kernel.cuh"
     text = loader.read_text()
     if text.count(INDEXED) != 1:
@@ -260,11 +261,7 @@ def move(layers: int = 61, slots: int = 73_728) -> dict:
         src = base + torch.stack([torch.randperm(window, device="cuda") for _ in range(len(base))])
         dst = base + torch.arange(window, device="cuda")
 
-        def permute(src: torch.Tensor = src, dst: torch.Tensor = dst) -> None:
-            for a, b in zip(src, dst, strict=True):
-                ops.move_kv(pointers, row_bytes, a, b)
-
-        ms = median_ms(permute)
+        ms = median_ms(partial(ops.move_kv, pointers, row_bytes, src, dst.contiguous()))
         case = {"window_units": window, "ms": ms, "gb_per_s": moved_bytes / ms / 1e6, "of_copy_rate": copy_ms / ms}
         cases.append(case)
         print(json.dumps(case), flush=True)
@@ -282,9 +279,10 @@ def compaction(layers: int = 61, slots: int = 262_144) -> dict:
     copy_rate = 2 * (layers // 2) * buffers[0].nbytes / copy_ms
     budget = int(Settings().compact_ms / 1000 * serving.move_bytes_per_s("cuda") / (2 * pool.unit_bytes))
     world = churned("cuda", slots)
-    before, passes = world.survey_runs(), []
+    before = world.survey_runs()
+    passes: list[dict[str, float]] = []
     while len(passes) < 40:
-        begin, rewritten = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stages = {name: torch.cuda.Event(enable_timing=True) for name in ("pool 0 part 0 chunk 0", "rows")}
         marks = [_now()]
         survey = world.survey()
         marks.append(_now())
@@ -292,11 +290,11 @@ def compaction(layers: int = 61, slots: int = 262_144) -> dict:
         marks.append(_now())
         if moves is None:
             break
-        begin.record()
-        compactor.commit(survey, moves, [pool], lambda stage, at=rewritten: at.record() if stage == "rows" else None)
+        compactor.commit(survey, moves, [pool], partial(_record, stages))
         marks.append(_now())
-        units = sum(len(src) for src, _ in moves.chunks)
-        move_ms = begin.elapsed_time(rewritten)
+        units = sum(src.numel() for src, _ in moves.chunks)
+        begin, end = stages.values()
+        move_ms = begin.elapsed_time(end)
         passes.append({
             "survey_ms": (marks[1] - marks[0]) * 1000,
             "plan_ms": (marks[2] - marks[1]) * 1000,
@@ -323,6 +321,11 @@ def compaction(layers: int = 61, slots: int = 262_144) -> dict:
     }
     print(json.dumps(result), flush=True)
     return result
+
+
+def _record(events: dict[str, torch.cuda.Event], stage: str) -> None:
+    if stage in events:
+        events[stage].record()
 
 
 def churned(device: str, size: int) -> World:

@@ -167,8 +167,7 @@ class World:
             self.retract(self.running[-1])
         if not self.running:
             return
-        with self.cost.timed():
-            self._alloc_verify() if self.verify_block else self._alloc_decode()
+        self._alloc_verify() if self.verify_block else self._alloc_decode()
         for req in self.running:
             before = req.kv.kv_committed_len - (0 if self.verify_block else 1)
             wanted = req.sampling_params.max_new_tokens - len(req.output_ids)
@@ -258,7 +257,8 @@ class World:
         from sglang_sm120.kvdefrag import extents
 
         batch = self._batch(self.running, [r.kv.kv_allocated_len for r in self.running])
-        extents.alloc_for_decode(allocation.alloc_for_decode, batch, 1)
+        with self.cost.timed():
+            extents.alloc_for_decode(allocation.alloc_for_decode, batch, 1)
 
     def _verify_lens(self) -> tuple[list[int], list[int], int]:
         from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
@@ -273,11 +273,15 @@ class World:
         now, then, needed = self._verify_lens()
         batch = self._batch(self.running, now)
         now_cpu, then_cpu = torch.tensor(now), torch.tensor(then)
-        extents.alloc_for_spec_decode(
-            allocation.alloc_for_spec_decode, self.tree, self.rows, reqs=self.running, batch=batch,
-            req_pool_indices=batch.req_pool_indices, cur_kv_lens=now_cpu.to(self.device), cur_kv_lens_cpu=now_cpu,
-            nxt_kv_lens=then_cpu.to(self.device), nxt_kv_lens_cpu=then_cpu, num_needed_tokens=needed,
-        )  # fmt: skip
+        lens = {
+            "cur_kv_lens": now_cpu.to(self.device), "cur_kv_lens_cpu": now_cpu,
+            "nxt_kv_lens": then_cpu.to(self.device), "nxt_kv_lens_cpu": then_cpu,
+        }  # fmt: skip
+        with self.cost.timed():
+            extents.alloc_for_spec_decode(
+                allocation.alloc_for_spec_decode, self.tree, self.rows, reqs=self.running, batch=batch,
+                req_pool_indices=batch.req_pool_indices, num_needed_tokens=needed, **lens,
+            )  # fmt: skip
 
     def _step_tokens(self) -> int:
         if self.verify_block:

@@ -18,6 +18,9 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst_smem, const void* src_g
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_smem), "l"(src_gmem) : "memory");
 }
 
+// Waits until all cp.async of this thread have landed.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // cp.async.mbarrier.arrive.noinc: this thread arrives once all its earlier cp.async have landed.
 __device__ __forceinline__ void cp_async_arrive(uint32_t mbar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(mbar) : "memory");

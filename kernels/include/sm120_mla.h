@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define SM120_MLA_ABI 2
+#define SM120_MLA_ABI 3
 
 /* Query rows: q_len new tokens of each request (qo_indptr null), or qo_indptr[b] .. qo_indptr[b + 1] (q_len ignored). */
 struct sm120_mla_params {
@@ -53,12 +53,13 @@ int sm120_mla_verify(const struct sm120_mla_params* params, void* stream);
  * total_q * heads * max_kv_len floats. */
 int sm120_mla_oracle(const struct sm120_mla_params* params, float* scores, int64_t max_kv_len, void* stream);
 
-/* pools: device array of `layers` base addresses; each slot is row_bytes (a multiple of 16) wide.
- * dst[i] <- src[i] in every layer by one launch, as if all were read before any is written: the two lists may overlap.
- * Entries with dst[i] < 0 are skipped. count is at most sm120_move_kv_max_rows(). */
+/* pools: device array of `layers` base addresses; each slot is row_bytes (a multiple of 16) wide. src, dst: [lists][count].
+ * dst[j][i] <- src[j][i] in every layer by one launch, within a list as if all were read before any is written: its src
+ * and dst may overlap, those of different lists may not. Entries with dst < 0 are skipped. count is at most
+ * sm120_move_kv_max_rows(), lists at most 65535. */
 int32_t sm120_move_kv_max_rows(void);
-int sm120_move_kv(const uint64_t* pools, int32_t layers, const int64_t* src, const int64_t* dst, int32_t count,
-                  int32_t row_bytes, void* stream);
+int sm120_move_kv(const uint64_t* pools, int32_t layers, const int64_t* src, const int64_t* dst, int32_t lists,
+                  int32_t count, int32_t row_bytes, void* stream);
 
 /* bool [rows, q] -> uint32 [rows, ceil(q / 32)], bit j of word w = column 32 w + j. */
 int sm120_pack_tree_mask(const uint8_t* mask, uint32_t* words, int32_t rows, int32_t q, void* stream);

@@ -21,7 +21,7 @@ from sglang_sm120.attention.reference import HEAD_DIM, LATENT_DIM, mask_words
 
 MAX_BATCH = 16384
 MAX_HEADS = 128
-ABI = 2
+ABI = 3
 LIBRARY_PATH = Path(__file__).parent / "lib" / "libsm120_mla.so"
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
@@ -57,7 +57,7 @@ def _library() -> ctypes.CDLL:
     library.sm120_mla_workspace_bytes.argtypes = [i32, i32]
     library.sm120_mla_verify.argtypes = [ctypes.POINTER(_Params), pointer]
     library.sm120_mla_oracle.argtypes = [ctypes.POINTER(_Params), pointer, i64, pointer]
-    library.sm120_move_kv.argtypes = [pointer, i32, pointer, pointer, i32, i32, pointer]
+    library.sm120_move_kv.argtypes = [pointer, i32, pointer, pointer, i32, i32, i32, pointer]
     library.sm120_pack_tree_mask.argtypes = [pointer, pointer, i32, i32, pointer]
     if library.sm120_mla_abi() != ABI:
         raise RuntimeError(
@@ -180,7 +180,8 @@ def move_kv(pool_pointers: torch.Tensor, row_bytes: int, src: torch.Tensor, dst:
     Args:
         pool_pointers: `[layers]` uint64 or int64 on the device, base address of each layer's contiguous pool.
         row_bytes: bytes of one slot, a multiple of 16.
-        src, dst: `[n]` int64 slots, n up to `move_kv_max_rows()`. The lists may overlap; `dst[i] < 0` skips entry i.
+        src, dst: `[n]` int64 slots, n up to `move_kv_max_rows()`. The two may overlap; `dst[i] < 0` skips entry i.
+            Or `[lists, n]`, up to 65,535 such lists, of which none touches another's slots.
     """
     torch.ops.sglang_sm120.move_kv(pool_pointers, row_bytes, src, dst)
 
@@ -344,21 +345,20 @@ def _move_kv_cuda(pool_pointers: torch.Tensor, row_bytes: int, src: torch.Tensor
     _expect(row_bytes > 0 and row_bytes % 16 == 0, f"row_bytes is {row_bytes}; it must be a positive multiple of 16")
     for name, slots in (("src", src), ("dst", dst)):
         _expect(
-            slots.dtype == torch.int64 and slots.is_contiguous() and slots.dim() == 1,
-            f"{name} is {slots.dtype} {list(slots.shape)}; it must be a contiguous int64 vector",
+            slots.dtype == torch.int64 and slots.is_contiguous() and slots.dim() in (1, 2),
+            f"{name} is {slots.dtype} {list(slots.shape)}; it must be contiguous int64, [n] or [lists, n]",
         )
         _expect(
             slots.device == pool_pointers.device,
             f"{name} is on {slots.device}, pool_pointers on {pool_pointers.device}",
         )
-    _expect(src.shape == dst.shape, f"src has {src.numel()} slots, dst {dst.numel()}")
-    _expect(
-        src.numel() <= move_kv_max_rows(),
-        f"{src.numel()} slots in one move; at most {move_kv_max_rows()} are supported",
-    )
+    _expect(src.shape == dst.shape, f"src is {list(src.shape)}, dst {list(dst.shape)}")
+    lists, count = src.shape if src.dim() == 2 else (1, src.numel())
+    _expect(count <= move_kv_max_rows(), f"{count} slots in one list; at most {move_kv_max_rows()} are supported")
+    _expect(lists <= 65_535, f"{lists} lists in one move; at most 65,535 are supported")
     _launch(
         "sm120_move_kv", src.device, pool_pointers.data_ptr(), pool_pointers.numel(), src.data_ptr(), dst.data_ptr(),
-        src.numel(), row_bytes,
+        lists, count, row_bytes,
     )  # fmt: skip
 
 

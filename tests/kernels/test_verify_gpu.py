@@ -273,15 +273,20 @@ def test_debug_mode_finds_a_slot_out_of_range(monkeypatch: pytest.MonkeyPatch) -
         problem.run()
 
 
+@pytest.mark.parametrize("lists", [0, 1, 7])
 @pytest.mark.parametrize("rows", [1, 50, 900, 3000])
-def test_move_kv_is_safe_where_lists_overlap(rows: int) -> None:
-    layers, slots, row_bytes = 5, 2 * rows + 10, 1152
+def test_move_kv_is_safe_where_source_and_target_overlap(rows: int, lists: int) -> None:
+    layers, row_bytes, stride = 5, 1152, 2 * rows + 10
+    slots = stride * max(lists, 1)
     pools = [torch.randint(0, 255, (slots, row_bytes), dtype=torch.uint8, device=DEVICE) for _ in range(layers)]
     before = [pool.clone() for pool in pools]
     pointers = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64, device=DEVICE)
     src = torch.arange(rows, device=DEVICE)
     dst = torch.arange(rows, device=DEVICE).roll(1) + 1
     dst[::7] = -1
+    if lists:
+        base = stride * torch.arange(lists, device=DEVICE)[:, None]
+        src, dst = base + src, torch.where(dst < 0, -1, base + dst)
     ops.move_kv(pointers, row_bytes, src, dst)
     kept = dst >= 0
     for pool, old in zip(pools, before, strict=True):

@@ -104,7 +104,7 @@ def test_other_pools_are_left_alone():
 def serve_without_values() -> None:
     """Prefill, decode, free, merge and trim on tensors that have shapes but no values: reading one back raises."""
     with FakeTensorMode():
-        rows = SimpleNamespace(req_to_token=torch.zeros(9, 512, dtype=torch.int32))
+        rows = SimpleNamespace(req_to_token=torch.zeros(9, 512, dtype=torch.int32), _aux_cache=None)
         stock = SimpleNamespace(size=600, dtype=torch.bfloat16, device="cpu", get_kvcache=lambda: None)
         allocator = extents.ExtentAllocator(stock, rows, 16)
         reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=i + 1, kv_allocated_len=0)) for i in range(3)]
@@ -112,7 +112,7 @@ def serve_without_values() -> None:
             batch = SimpleNamespace(
                 reqs=list(reqs), prefix_lens=[0, 0, 0], extend_lens=[20, 30, 40], extend_num_tokens=90,
                 model_config=SimpleNamespace(is_encoder_decoder=False), seq_lens=torch.tensor([20, 30, 40]),
-                req_pool_indices=torch.tensor([1, 2, 3]),
+                req_pool_indices=torch.tensor([1, 2, 3]), tree_cache=None,
             )  # fmt: skip
             rows._on_alloc_rows([1, 2, 3])
             allocator.plan_extend(batch)
@@ -120,8 +120,7 @@ def serve_without_values() -> None:
             for req, length in zip(reqs, batch.extend_lens, strict=True):
                 req.kv.kv_allocated_len = length
             for _ in range(40):
-                allocator.plan_decode(batch)
-                assert len(allocator.alloc(3)) == 3
+                assert len(allocator.decode_slots(batch)) == 3
                 for req in reqs:
                     req.kv.kv_allocated_len += 1
             ahead = [req.kv.kv_allocated_len + 8 for req in reqs]

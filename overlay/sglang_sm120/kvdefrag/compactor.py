@@ -95,6 +95,8 @@ class Survey:
 
     holders: Holders
     nodes: list[Any]
+    free: torch.Tensor
+    """`[n]` int64: the free units, in no order."""
     segments: Sequence[torch.Tensor]
     owner: torch.Tensor
     """`[units + 1]` int64: segment of each unit; `len(segments)` where it is free."""
@@ -120,13 +122,12 @@ class Survey:
             owner[held] = torch.repeat_interleave(counts, output_size=len(held))
             before = counts.cumsum(0) - counts
             position[held] = torch.arange(len(held), device=table.device) - before[owner[held]]
-        survey = cls(holders, nodes, held.split(lens), owner, position)
+        survey = cls(holders, nodes, holders.free_units().long(), held.split(lens), owner, position)
         survey._check(len(held))
         return survey
 
     def _check(self, held: int) -> None:
-        free = self.holders.free_units().long()
-        units, is_held = len(self.owner) - 1, self.owner < len(self.segments)
+        free, units, is_held = self.free, len(self.owner) - 1, self.owner < len(self.segments)
         held_once, free_and_used = torch.stack([is_held[1:].sum(), is_held[free].sum()]).tolist()
         used_twice = held - held_once
         if used_twice or free_and_used or held + len(free) != units:
@@ -138,7 +139,10 @@ class Survey:
 
 @dataclass
 class Plan:
-    """Permutations of units, one after the other: in each, what lies at `src[i]` goes to `dst[i]`, `[n]` int64."""
+    """Permutations of units, one after the other: in each, what lies at `src[i]` goes to `dst[i]`.
+
+    One is `[n]` int64, or `[m, n]` where each row is a permutation of places that no other row touches.
+    """
 
     chunks: list[tuple[torch.Tensor, torch.Tensor]]
     new_unit: torch.Tensor
@@ -193,13 +197,13 @@ class Layout:
         key[dst] = self.key[src]
         return key
 
-    def add(self, src: torch.Tensor, dst: torch.Tensor, gaps_closed: int, chunks: int = 1) -> None:
-        """Take a permutation into the plan; `chunks` equal parts of it are permutations of their own."""
+    def add(self, src: torch.Tensor, dst: torch.Tensor, gaps_closed: int) -> None:
+        """Take a chunk into the plan."""
         self.key = self.permuted(src, dst)
         moved = torch.arange(self.units + 1, device=self.key.device)
         moved[src] = dst
         self.at = moved[self.at]
-        self.chunks.extend(zip(src.chunk(chunks), dst.chunk(chunks), strict=True))
+        self.chunks.append((src, dst))
         self.gaps_closed += gaps_closed
 
 
@@ -337,18 +341,16 @@ def _new_slots(survey: Survey, moves: Plan, slots: torch.Tensor) -> torch.Tensor
 def _rewrite_rows(survey: Survey, moves: Plan) -> Callable[[], None]:
     holders = survey.holders
     table = holders.req_to_token
-    rows = torch.tensor([kv.req_pool_idx for kv in holders.requests], dtype=torch.int64)
-    lens = torch.tensor([holders.row_length(kv) for kv in holders.requests], dtype=torch.int64)
-    row = torch.repeat_interleave(rows, lens).to(table.device)
-    begin = torch.repeat_interleave(lens.cumsum(0) - lens, lens)
-    column = (torch.arange(len(begin)) - begin).to(table.device)
-    before = table[row, column]
-    table[row, column] = _new_slots(survey, moves, before)
+    spans = [table[kv.req_pool_idx, : holders.row_length(kv)] for kv in holders.requests]
+    if not spans:
+        return lambda: None
+    before = torch.cat(spans)
 
-    def restore() -> None:
-        table[row, column] = before
+    def put(slots: torch.Tensor) -> None:
+        torch._foreach_copy_(spans, slots.split([len(span) for span in spans]))
 
-    return restore
+    put(_new_slots(survey, moves, before))
+    return partial(put, before)
 
 
 def _rewrite_tree(survey: Survey, moves: Plan) -> Callable[[], None]:
@@ -365,6 +367,4 @@ def _rewrite_tree(survey: Survey, moves: Plan) -> Callable[[], None]:
 
 
 def _rewrite_free_list(survey: Survey, moves: Plan) -> Callable[[], None]:
-    was_free = survey.owner == len(survey.segments)
-    was_free[0] = False
-    return survey.holders.replace_free_units(moves.moved(was_free).nonzero().view(-1))
+    return survey.holders.replace_free_units(moves.new_unit[survey.free].sort().values)

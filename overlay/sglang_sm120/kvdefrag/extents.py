@@ -43,11 +43,11 @@ class Want(NamedTuple):
 
 @dataclass
 class DecodeSteps:
-    """The next slots of a decode batch, `slots [steps, requests]` int64: one row of it is one step's allocation."""
+    """The next slots of a decode batch: `slots` has one step's allocation, `[requests]` int64, for each step."""
 
     reqs: list[Req]
     rows: list[int]
-    slots: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
     done: int = 0
 
     def serves(self, reqs: list[Req]) -> bool:
@@ -79,8 +79,10 @@ class ExtentAllocator(TokenToKVPoolAllocator):
     def __init__(self, stock: TokenToKVPoolAllocator, rows: ReqToTokenPool, extent_tokens: int) -> None:
         """Take over the pool of `stock`; `extent_tokens` is the size of a soft page."""
         self.extent_tokens = extent_tokens
+        self._rows = rows
         self._table = rows.req_to_token
         self._width = self._table.shape[1]
+        self._ahead = torch.arange(LOOKAHEAD_STEPS, device=stock.device)[:, None]
         super().__init__(stock.size, stock.dtype, stock.device, stock.get_kvcache(), need_sort=False)
         rows._on_alloc_rows = self._reclaim_rows
 
@@ -94,7 +96,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         self._reserved_tokens = 0
         self._steps: DecodeSteps | VerifySteps | None = None
         self.free_pages: torch.Tensor
-        self._planned: tuple[Callable[[ScheduleBatch, int], torch.Tensor | None], ScheduleBatch] | None = None
+        self._planned: ScheduleBatch | None = None
 
     # -- what upstream asks of an allocator --
 
@@ -107,12 +109,9 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         return torch.cat([self.free_pages, *self._staged, *self._reserved_slots()])
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` slots, `[n]` int64, for the batch announced before or for nobody in particular; None if full."""
-        planned, self._planned = self._planned, None
-        if planned is None:
-            return self._take(need_size)
-        alloc, batch = planned
-        return alloc(batch, need_size)
+        """`need_size` slots, `[n]` int64, for the prefill batch announced before, or for nobody; None if full."""
+        batch, self._planned = self._planned, None
+        return self._take(need_size) if batch is None else self._alloc_extend(batch, need_size)
 
     def free(self, free_index: torch.Tensor) -> None:
         """Stage slots for the next merge, or for the end of upstream's free group."""
@@ -127,18 +126,20 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         """Evict before extents are trimmed, and a little more than asked so that it is not asked every step."""
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
             return
-        shortfall = self._growth(num_tokens) - self._unreserved()
+        if self._planned is not None:
+            num_tokens = sum(-(-n // self.extent_tokens) for n in self._planned.extend_lens) * self.extent_tokens
+        shortfall = num_tokens - self._unreserved()
         if shortfall > 0:
             tree_cache.evict_for_alloc(EvictParams(num_tokens=shortfall + self.size // EVICTION_SLACK))
 
     # -- the free list --
 
     def _unreserved(self) -> int:
-        return len(self.free_pages) + self._staged_tokens
+        return self.free_pages.numel() + self._staged_tokens  # numel, for len of a tensor takes three times as long
 
     def _stage(self, slots: torch.Tensor) -> None:
         self._staged.append(slots)
-        self._staged_tokens += len(slots)
+        self._staged_tokens += slots.numel()
 
     def _take(self, count: int) -> torch.Tensor | None:
         """The next `count` slots of the free list, merged or trimmed first if it is too short."""
@@ -216,9 +217,10 @@ class ExtentAllocator(TokenToKVPoolAllocator):
             self._drop(want.row)
         return self._end[want.row] - self._start[want.row]
 
-    def _ensure_some(self, short: list[Want], everybody: Callable[[], list[Want]]) -> bool:
+    def _ensure_some(self, tree: BasePrefixCache, short: list[Want], everybody: Callable[[], list[Want]]) -> bool:
         """`_ensure` for the rows that are short; for everybody in the batch if extents must be trimmed for it."""
         growth = sum(self._whole_extents(want, self._held(want)) for want in short)
+        self.evict_to_free_tokens(tree, growth)
         return self._ensure(short if growth <= self._unreserved() else everybody())
 
     def _ensure(self, wants: Sequence[Want]) -> bool:
@@ -257,27 +259,18 @@ class ExtentAllocator(TokenToKVPoolAllocator):
 
     def plan_extend(self, batch: ScheduleBatch) -> None:
         """The next `alloc` is for this prefill batch."""
-        self._planned = self._alloc_extend, batch
+        self._planned = batch
 
-    def plan_decode(self, batch: ScheduleBatch) -> None:
-        """The next `alloc` is for this decode batch."""
-        self._planned = self._alloc_decode, batch
-
-    def _growth(self, num_tokens: int) -> int:
-        """Slots that the next `alloc`, of `num_tokens`, would like to take from the free list."""
-        if self._planned is None:
-            return num_tokens
-        alloc, batch = self._planned
-        if alloc == self._alloc_extend:
-            return sum(-(-n // self.extent_tokens) for n in batch.extend_lens) * self.extent_tokens
-        if self._serves(batch):
-            return 0
-        half, end = self._half_extent(), self._end
-        return sum(end[r.kv.req_pool_idx] - r.kv.kv_allocated_len < half for r in batch.reqs) * self.extent_tokens
+    def give_up(self, reqs: Sequence[Req]) -> None:
+        """Take back the extents of these requests, whose rows upstream is about to write itself."""
+        self._settle()
+        for req in reqs:
+            self._drop(req.kv.req_pool_idx)
 
     def _alloc_extend(self, batch: ScheduleBatch, count: int) -> torch.Tensor | None:
         """Slots of a prefill batch, `[extend_num_tokens]`; the rest of each last extent stays with its request."""
         if count != batch.extend_num_tokens:
+            self.give_up(batch.reqs)
             return self._take(count)
         self._settle()
         wants = [
@@ -292,39 +285,38 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         self._reserved_tokens -= count
         return slots.to(torch.int64)
 
-    def _alloc_decode(self, batch: ScheduleBatch, count: int) -> torch.Tensor | None:
-        """One slot a request, `[requests]`. Many steps are read from the rows at once."""
-        if count != len(batch.reqs) or batch.model_config.is_encoder_decoder:
-            return self._take(count)
-        if not self._serves(batch):
+    def decode_slots(self, batch: ScheduleBatch) -> torch.Tensor | None:
+        """One slot a request, `[requests]` int64, which its row has already; None if upstream must allocate.
+
+        That is if the pool is too full, or if the batch has more than its requests' rows. Many steps are read at once.
+        """
+        reqs, steps = batch.reqs, self._steps
+        if not (isinstance(steps, DecodeSteps) and steps.serves(reqs)):
             self._settle()
-            self._steps = self._look_ahead(batch)
-        steps = self._steps
-        if not isinstance(steps, DecodeSteps):
-            return None
+            others = batch.seq_lens.shape[0] != len(reqs) or batch.model_config.is_encoder_decoder
+            if others or self._rows._aux_cache is not None:
+                return None
+            steps = self._steps = self._look_ahead(batch)
+            if steps is None:
+                return None
         slots = steps.slots[steps.done]
         steps.done += 1
-        self._reserved_tokens -= count
+        self._reserved_tokens -= len(reqs)
         return slots
 
-    def _serves(self, batch: ScheduleBatch) -> bool:
-        return isinstance(self._steps, DecodeSteps) and self._steps.serves(batch.reqs)
-
-    def _half_extent(self) -> int:
-        """What a decoding request should have left, so that looking ahead pays."""
-        return max(self.extent_tokens // 2, 1)
-
     def _look_ahead(self, batch: ScheduleBatch) -> DecodeSteps | None:
-        half, start, end = self._half_extent(), self._start, self._end
+        half = max(self.extent_tokens // 2, 1)  # what a request should have left, so that looking ahead pays
+        start, end = self._start, self._end
         places = [(req.kv.req_pool_idx, req.kv.kv_allocated_len) for req in batch.reqs]
         short = [Want(row, at, 1, half) for row, at in places if start[row] != at or end[row] - at < half]
-        if short and not self._ensure_some(short, lambda: [Want(row, at, 1, half) for row, at in places]):
-            return None
-        start, end = self._start, self._end
+        if short:
+            tree = batch.tree_cache
+            if not self._ensure_some(tree, short, lambda: [Want(row, at, 1, half) for row, at in places]):
+                return None
+            end = self._end
         steps = min(LOOKAHEAD_STEPS, *[end[row] - at for row, at in places])
-        positions = batch.seq_lens[None, :] + torch.arange(steps, device=self.device)[:, None]
-        slots = self._table[batch.req_pool_indices[None, :], positions].to(torch.int64)
-        return DecodeSteps(batch.reqs, [row for row, _ in places], slots)
+        slots = self._table[batch.req_pool_indices, batch.seq_lens + self._ahead[:steps]].to(torch.int64)
+        return DecodeSteps(batch.reqs, [row for row, _ in places], slots.unbind())
 
     def reserve_verify_batch(self, tree_cache: BasePrefixCache, reqs: list[Req], lens: list[int]) -> bool:
         """Have each request's row allocated up to `lens`; False if the pool is too full."""
@@ -337,9 +329,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         if short:
             self._settle()
             wants = [Want(row, b, n - b, n - b) for row, b, n in zip(rows, before, lens, strict=True)]
-            growing = [wants[i] for i in short]
-            self.evict_to_free_tokens(tree_cache, sum(self._whole_extents(w, self._held(w)) for w in growing))
-            if not self._ensure_some(growing, lambda: wants):
+            if not self._ensure_some(tree_cache, [wants[i] for i in short], lambda: wants):
                 return False
         self._steps = VerifySteps(rows, lens)
         self._reserved_tokens -= sum(lens) - sum(before)
@@ -368,10 +358,16 @@ def alloc_for_extend(original: Callable[..., Any], batch: ScheduleBatch) -> Any:
 
 
 def alloc_for_decode(original: Callable[..., Any], batch: ScheduleBatch, token_per_req: int) -> Any:
-    """Around upstream's: its one `alloc` knows which requests it is for."""
+    """Around upstream's: most steps find their slots in the rows already, and neither allocate nor write."""
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if isinstance(allocator, ExtentAllocator):
-        allocator.plan_decode(batch)
+        slots = allocator.decode_slots(batch) if token_per_req == 1 else None
+        if slots is not None:
+            for req in batch.reqs:
+                req.kv.kv_allocated_len += 1
+                req.kv.kv_committed_len += 1
+            return slots
+        allocator.give_up(batch.reqs)
     return original(batch, token_per_req)
 
 
@@ -384,6 +380,7 @@ def alloc_for_spec_decode(original: Callable[..., Any], tree_cache: BasePrefixCa
             for req, n in zip(reqs, lens, strict=True):
                 req.kv.kv_allocated_len = n
             return None
+        allocator.give_up(reqs)
     return original(tree_cache, *args, **kwargs)
 
 

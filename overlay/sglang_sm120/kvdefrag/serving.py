@@ -186,7 +186,7 @@ class Defragmenter:
         self._in_series = True
         self._after = kv_map.owners(moves.moved(survey.owner), segments)
         self._passes += 1
-        units = sum(len(src) for src, _ in moves.chunks)
+        units = sum(src.numel() for src, _ in moves.chunks)
         self._units_moved += units
         self._gaps_closed += moves.gaps_closed
         self._host_seconds += seconds
