@@ -1,17 +1,19 @@
-"""Servers on one GPU: ours against stock SGLang on a random Kimi-shaped model.
+"""Servers on the GPU, ours against stock SGLang, on a random Kimi-shaped model.
 
-    python -m tools.bench_server equal --out DIR     greedy tokens: ours against Triton, graphs against eager
-    python -m tools.bench_server speed --out DIR     tokens per second by context and batch, plain and DFLASH chain
-    python -m tools.bench_server render --out DIR    what the first two left in DIR as docs/bench/server.{json,md,png}
+    python -m tools.bench_server run --out DIR      speed by context and batch, prompts, greedy tokens
+    python -m tools.bench_server tp --out DIR       two GPUs: tensor and data parallel against one GPU, greedy tokens
+    python -m tools.bench_server render --out DIR   what those left in DIR as docs/bench/server.{json,md,png}
 
-Stock is the same wheel with Triton attention. It gets FlashInfer's prefill where only decode and verify are timed,
-for stock Triton needs minutes for the prompts. All servers of a comparison are up at once and take turns; sleeping when
-idle keeps the waiting one from disturbing the timed one.
+Stock is the same wheel with Triton attention. It gets FlashInfer's prefill where decode and verify are timed, for stock
+Triton needs minutes for the prompts. All servers of a run are up at once and take turns; sleeping when idle keeps the
+waiting ones from disturbing the timed one. Every context is a prefix of one long prompt, cached once a server; the
+requests of a batch differ in their last tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import shlex
@@ -19,35 +21,71 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools import kernels, server, tiny_model
+from tools import kernels, server, server_page, tiny_model
 
 GPU_FLAGS = shlex.split(
     "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
-    "--sleep-on-idle --random-seed 1"
+    "--sleep-on-idle --random-seed 1 --enable-metrics --max-running-requests 16 --chunked-prefill-size 8192 "
+    "--mem-fraction-static 0.6 --cuda-graph-bs-decode 1 4 16"
 )
-TRITON_DECODE = shlex.split(
+STOCK = shlex.split(
     "--prefill-attention-backend flashinfer --decode-attention-backend triton --speculative-attention-mode decode"
 )
 OURS = ["--attention-backend", "sm120_mla"]
+BACKENDS = {"stock": STOCK, "ours": OURS}
+MODES = ("plain", "chain-q8", "chain-q16")
+KV_DTYPES = ("auto", "fp8_e4m3")
 SIMULATED_ACCEPT_LEN = 4
-REPEATS = 3
 # The drafter reads this much context on both sides: its own attention is upstream's and not what is compared.
 DRAFT_WINDOW_TOKENS = 4096
+REPEATS = 3
+SLOW_STEP_S = 0.1
+SLOW_REPEATS = 2
+TAIL_TOKENS = 16
+REQUEST_TIMEOUT_S = 90
 
 
-def launch(stack: ExitStack, model: Path, log_dir: Path, variants: dict[str, list[str]]) -> dict[str, server.Server]:
-    """Start every variant at once; returns name -> server."""
+@dataclass
+class Run:
+    """Servers that are up, the results so far, and when to stop measuring."""
 
-    def start(name: str) -> server.Server:
-        env = {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPT_LEN)} if "chain" in name else {}
-        running = server.running(model, log_dir / f"{name}.log", variants[name], env, GPU_FLAGS)
-        return stack.enter_context(running)
+    out: Path
+    deadline: float
+    ups: dict[str, server.Server] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=lambda: {"rows": [], "prefill": [], "equal": {}, "absent": {}})
 
-    with ThreadPoolExecutor(len(variants)) as pool:
-        return dict(zip(variants, pool.map(start, variants), strict=True))
+    def late(self) -> bool:
+        """Whether the time for measuring is over."""
+        return time.monotonic() > self.deadline
+
+    def save(self) -> None:
+        """Write what there is: a run that is cut short keeps it."""
+        write_result(self.out / "server-run.json", self.results)
+
+    def launch(self, stack: ExitStack, model: Path, variants: dict[str, list[str]]) -> None:
+        """Start every variant at once. One that does not come up is noted under `absent` and left out."""
+
+        def start(name: str) -> server.Server | RuntimeError:
+            env = {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPT_LEN)} if "chain-q" in name else {}
+            running = server.running(model, self.out / "logs" / f"{name}.log", variants[name], env, GPU_FLAGS)
+            try:
+                return stack.enter_context(running)
+            except RuntimeError as error:
+                return error
+
+        begin = time.monotonic()
+        with ThreadPoolExecutor(len(variants)) as pool:
+            for name, up in zip(variants, pool.map(start, variants), strict=True):
+                if isinstance(up, server.Server):
+                    self.ups[name] = up
+                else:
+                    self.results["absent"][name] = str(up)
+                    print(f"{name} did not start: {up}", flush=True)
+        print(f"{len(self.ups)} servers ready after {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def prompt_ids(seed: int, tokens: int) -> list[int]:
@@ -56,75 +94,10 @@ def prompt_ids(seed: int, tokens: int) -> list[int]:
     return [rng.randrange(3, 2048) for _ in range(tokens)]
 
 
-def compare_greedy(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare greedy answers with top-2 log-probabilities.
-
-    Noise is the largest difference of a chosen token's log-probability over the positions before any divergence. The
-    first divergence of a prompt is a tie when the reference's top-2 gap there is at most twice the noise; the rest of
-    that prompt follows another text and is not compared.
-    """
-    noise, compared, divergences = 0.0, 0, []
-    for prompt, (a, b) in enumerate(zip(want, got, strict=True)):
-        pairs = zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True)
-        for at, (left, right) in enumerate(pairs):
-            if left[1] != right[1]:
-                top = a["meta_info"]["output_top_logprobs"][at]
-                divergences.append({"prompt": prompt, "at": at, "gap": top[0][0] - top[1][0]})
-                break
-            noise = max(noise, abs(left[0] - right[0]))
-            compared += 1
-    errors = [d for d in divergences if d["gap"] > 2 * noise]
-    ties = len(divergences) - len(errors)
-    return {
-        "positions": compared,
-        "noise": noise,
-        "identical": len(want) - len(divergences),
-        "ties": ties,
-        "errors": errors,
-    }
-
-
-def equal(out: Path, work: Path, left_out: list[str]) -> None:
-    """50 prompts to 32k tokens through Triton and FlashInfer, ours with graphs, eager and fp8 KV; write `equal.json`.
-
-    Triton against FlashInfer shows what two stock backends differ by on the same prompts.
-    """
-    model = tiny_model.write(work / "rank", size="rank")
-    pool = shlex.split(
-        "--max-total-tokens 400000 --context-length 40000 --max-running-requests 16 --mem-fraction-static 0.15"
-    )
-    graphs = ["--cuda-graph-max-bs-decode", "8"]
-    variants = {
-        "triton": [*pool, *graphs, "--attention-backend", "triton"],
-        "flashinfer": [*pool, *graphs, "--attention-backend", "flashinfer"],
-        "ours": [*pool, *graphs, *OURS],
-        "ours-eager": [*pool, *OURS, "--cuda-graph-backend-decode", "disabled"],
-        "ours-fp8": [*pool, *graphs, *OURS, "--kv-cache-dtype", "fp8_e4m3"],
-    }
-    lengths = [1, 2, 7, 64, 65, 200, 511, 1000, 3000, 8000] * 4 + [12_000, 16_000] * 4 + [32_000, 31_999]
-    prompts = [prompt_ids(100 + i, n) for i, n in enumerate(lengths)]
-    answers: dict[str, list[dict[str, Any]]] = {}
-    with ExitStack() as stack:
-        asked_for = {name: flags for name, flags in variants.items() if name not in left_out}
-        for name, up in launch(stack, model, out, asked_for).items():
-            parameters = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
-            answers[name] = []
-            for prompt in prompts:
-                body = {
-                    "input_ids": prompt,
-                    "sampling_params": parameters,
-                    "return_logprob": True,
-                    "top_logprobs_num": 2,
-                }
-                answers[name].append(up.post("/generate", body))
-            print(f"{name}: {len(prompts)} prompts answered", flush=True)
-    pairs = [("triton", "ours"), ("triton", "flashinfer"), ("ours", "ours-fp8"), ("ours", "ours-eager")]
-    result: dict[str, Any] = {"prompts": len(prompts)}
-    for reference, name in pairs:
-        if name in answers:
-            result[f"{name} against {reference}"] = compare_greedy(answers[reference], answers[name])
-    write_result(out / "equal.json", result)
-    print(json.dumps(result, indent=2))
+def ask(up: server.Server, prompts: list[list[int]], new_tokens: int, **more: Any) -> list[dict[str, Any]]:
+    """Greedy answers to prompts sent together."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    return up.post("/generate", {"input_ids": prompts, "sampling_params": sampling} | more, REQUEST_TIMEOUT_S)
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
@@ -135,160 +108,236 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(where | result, indent=1) + "\n")
 
 
-def render(results: Path, docs: Path) -> None:
-    """Collect `equal.json` and `speed-*.json` of `results` into `server.json`, `server.md` and `server.png` in `docs`.
+def variants(work: Path, model: Path, modes: list[str], kv_dtypes: list[str], longest: int) -> dict[str, list[str]]:
+    """Flags of every server of the speed table, by `who-mode-kv`."""
+    pool = shlex.split(f"--max-total-tokens {longest + 115_000} --context-length {longest + 1000}")
+    flags = {}
+    for who, mode, kv in itertools.product(BACKENDS, modes, kv_dtypes):
+        chain = []
+        if mode != "plain":
+            q = int(mode.removeprefix("chain-q"))
+            drafter = tiny_model.write_drafter(work / f"drafter{q}", model, block_size=q)
+            chain = shlex.split(
+                f"--speculative-algorithm DFLASH --speculative-draft-model-path {drafter} "
+                f"--speculative-draft-attention-backend triton --speculative-draft-window-size {DRAFT_WINDOW_TOKENS}"
+            )
+        flags[f"{who}-{mode}-{kv}"] = [*pool, *BACKENDS[who], *chain, "--kv-cache-dtype", kv]
+    return flags
 
-    Raises SystemExit if they are of different kernels: one page speaks of one set of sources.
+
+def time_prefill(run: Run, kv: str, begin: int = 32_768, end: int = 131_072) -> None:
+    """Seconds from a cached prompt of `begin` tokens to one of `end`, ours and FlashInfer's own backend in turns."""
+    ups = {who: run.ups[name] for who in BACKENDS if (name := f"{who}-plain-{kv}") in run.ups}
+    seconds: dict[str, list[float]] = {who: [] for who in ups}
+    for repeat in range(REPEATS + 1):
+        prompt = prompt_ids(1000 + repeat, end)
+        for who, up in ups.items():
+            ask(up, [prompt[:begin]], 1)
+            start = time.perf_counter()
+            ask(up, [prompt], 1)
+            if repeat > 0:  # the first one compiles
+                seconds[who].append(time.perf_counter() - start)
+            up.get("/flush_cache")
+    row = {"kv_dtype": kv, "from": begin, "to": end}
+    row |= {f"{'flashinfer' if who == 'stock' else who}_s": statistics.median(times) for who, times in seconds.items()}
+    run.results["prefill"].append(row)
+    print(row, flush=True)
+    run.save()
+
+
+def decode_window(answers: list[dict[str, Any]]) -> tuple[float, int, int]:
+    """Seconds, steps and new tokens of the time in which all requests of a batch decode: after the last prefill."""
+    metas = [answer["meta_info"] for answer in answers]
+    begin = max(meta["request_received_ts"] + meta["first_token_latency"] for meta in metas)
+    end = max(meta["request_finished_ts"] for meta in metas)
+    tokens = [meta["completion_tokens"] - 1 for meta in metas]
+    steps = max(meta.get("spec_verify_ct", new) for meta, new in zip(metas, tokens, strict=True))
+    return end - begin, steps, sum(tokens)
+
+
+def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) -> None:
+    """Append one row: medians of repeats that stock and ours take in turns."""
+    tails = [prompt_ids(ctx + 1 + i, TAIL_TOKENS) for i in range(bs)]
+    prompts = [prompt[: ctx - TAIL_TOKENS] + tail for tail in tails]
+    per_step = 1 if mode == "plain" else SIMULATED_ACCEPT_LEN
+    ups = {who: run.ups[name] for who in BACKENDS if (name := f"{who}-{mode}-{kv}") in run.ups}
+    step_s, tokens_s, steps = {}, {}, {}
+    for who, up in ups.items():  # the first call compiles and caches the tails, the second says how long a step takes
+        ask(up, prompts, 1 + per_step)
+        seconds, taken, _ = decode_window(ask(up, prompts, 1 + 2 * per_step))
+        step_s[who] = [seconds / taken]
+        steps[who] = min(48, max(4, round(0.2 / step_s[who][0])))
+    for repeat in range(REPEATS):
+        for who, up in ups.items():
+            if repeat < SLOW_REPEATS or step_s[who][0] < SLOW_STEP_S:
+                seconds, taken, tokens = decode_window(ask(up, prompts, 1 + steps[who] * per_step))
+                step_s[who].append(seconds / taken)
+                tokens_s.setdefault(who, []).append(tokens / seconds)
+    row: dict[str, Any] = {"mode": mode, "ctx": ctx, "bs": bs, "kv_dtype": kv}
+    for who in BACKENDS:
+        measured = who in ups
+        row[f"{who}_tok_s"] = statistics.median(tokens_s[who]) if measured else None
+        row[f"{who}_step_ms"] = 1e3 * statistics.median(step_s[who][1:]) if measured else None
+    run.results["rows"].append(row)
+    print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    run.save()
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells rows apart."""
+    return row["mode"], row["ctx"], row["bs"], row["kv_dtype"]
+
+
+def resume(run: Run, path: Path) -> None:
+    """Take over an earlier run's results; raises SystemExit if its kernels are not these."""
+    earlier = json.loads(path.read_text())
+    if earlier["kernel_hash"] != kernels.source_hash():
+        raise SystemExit(f"error: {path} is of kernels {earlier['kernel_hash'][:12]}: run without --resume")
+    for name in run.results:
+        run.results[name] = earlier[name]
+
+
+def speed(run: Run, modes: list[str], contexts: list[int], batches: list[int], kv_dtypes: list[str]) -> None:
+    """Fill the rows that are not there yet, one batch size after the other, until time is over."""
+    prompt = prompt_ids(0, max(contexts))
+    with ThreadPoolExecutor(len(run.ups)) as pool:
+        list(pool.map(lambda up: ask(up, [prompt], 1), run.ups.values()))
+    have = {key(row) for row in run.results["rows"]}
+    for bs, kv, mode, ctx in itertools.product(batches, kv_dtypes, modes, contexts):
+        if (mode, ctx, bs, kv) not in have and not run.late():
+            measure(run, prompt, mode, ctx, bs, kv)
+
+
+def compare_greedy(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compare greedy answers with top-2 log-probabilities.
+
+    Noise is the largest difference of a chosen token's log-probability over the positions before any divergence. The
+    first divergence of a prompt is a tie when the reference's top-2 gap there is at most twice the noise; the rest of
+    that prompt follows another text and is not compared.
     """
-    parts = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    where = {key: {part.pop(key) for part in parts} for key in ("gpu", "torch", "kernel_hash")}
-    if any(len(values) != 1 for values in where.values()):
-        raise SystemExit(f"error: {results} mixes runs ({where}): keep the files of one run")
-    page = {key: values.pop() for key, values in where.items()}
-    page["rows"] = [row for part in parts for row in part.get("rows", [])]
-    page["equal"] = {key: value for part in parts for key, value in part.items() if key != "rows"}
-    (docs / "server.json").write_text(json.dumps(page, indent=1) + "\n")
-    (docs / "server.md").write_text(_markdown(page))
-    _plot(page, docs / "server.png")
+    differences, divergences = [], []
+    for prompt, (a, b) in enumerate(zip(want, got, strict=True)):
+        pairs = zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True)
+        for at, (left, right) in enumerate(pairs):
+            if left[1] != right[1]:
+                top = a["meta_info"]["output_top_logprobs"][at]
+                divergences.append({"prompt": prompt, "at": at, "gap": top[0][0] - top[1][0]})
+                break
+            differences.append(abs(left[0] - right[0]))
+    noise = max(differences)
+    errors = [d for d in divergences if d["gap"] > 2 * noise]
+    return {
+        "prompts": len(want),
+        "positions": len(differences),
+        "noise": noise,
+        "mean": statistics.fmean(differences),
+        "identical": len(want) - len(divergences),
+        "ties": len(divergences) - len(errors),
+        "errors": errors,
+    }
 
 
-def _markdown(page: dict[str, Any]) -> str:
-    lines = [
-        "# The server, ours against stock",
-        "",
-        f"One {page['gpu']}, torch {page['torch']}, kernel sources {page['kernel_hash'][:12]}. A random Kimi-shaped",
-        "model: 8 layers, 8 heads (one TP-8 rank), latent 512 + 64, MoE; bf16, page size 1, CUDA graphs, overlap",
-        f"scheduling on. Chain rows: DFLASH with {SIMULATED_ACCEPT_LEN} tokens a step (set, for the drafter is",
-        f"random) and a draft window of {DRAFT_WINDOW_TOKENS} tokens on both sides. Medians of {REPEATS} interleaved",
-        "repeats; stock decodes and verifies with Triton. Made by `python -m tools.bench_server`.",
-        "",
-        "| mode | context | batch | KV | stock tok/s | ours tok/s | stock ms a step | ours ms a step | stock / ours |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in page["rows"]:
-        ratio = row["stock_step_ms"] / row["ours_step_ms"]
-        lines.append(
-            f"| {row['mode']} | {row['ctx']:,} | {row['bs']} | {row['kv_dtype']} | {row['stock_tok_s']:,.0f} "
-            f"| {row['ours_tok_s']:,.0f} | {row['stock_step_ms']:.2f} | {row['ours_step_ms']:.2f} | {ratio:.1f} |"
-        )
-    lines += ["", "![tokens per second by context](server.png)", "", "## Greedy tokens", ""]
-    lines += [f"{page['equal'].pop('prompts', 0)} prompts of 1 to 32,000 tokens, 32 new tokens each.", ""]
-    lines += [*(compare_greedy.__doc__ or "").strip().replace("\n    ", "\n").splitlines(), ""]
-    lines += ["| pair | identical | ties | errors | noise, nats |", "|---|---|---|---|---|"]
-    for pair, found in page["equal"].items():
-        counts = f"{found['identical']} | {found['ties']} | {len(found['errors'])}"
-        lines.append(f"| {pair} | {counts} | {found['noise']:.3f} |")
-    return "\n".join(lines) + "\n"
+def greedy_prompts() -> list[list[int]]:
+    """50 prompts of 1 to 32,000 tokens."""
+    lengths = [1, 2, 7, 64, 65, 200, 511, 1000, 3000, 8000] * 4 + [12_000, 16_000] * 4 + [32_000, 31_999]
+    return [prompt_ids(100 + i, n) for i, n in enumerate(lengths)]
 
 
-def _plot(page: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for (mode, bs), style in zip(sorted({(r["mode"], r["bs"]) for r in page["rows"]}), "os^vD*", strict=False):
-        rows = [r for r in page["rows"] if (r["mode"], r["bs"]) == (mode, bs)]
-        for who, line in (("ours", "-"), ("stock", "--")):
-            points = [r[f"{who}_tok_s"] for r in rows]
-            axes.plot([r["ctx"] for r in rows], points, style + line, label=f"{who}, {mode}, batch {bs}")
-    axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="tokens per second", title=page["gpu"])
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+def greedy(up: server.Server, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """32 greedy tokens of each prompt, one prompt after the other, with the top two log-probabilities."""
+    return [ask(up, [prompt], 32, return_logprob=True, top_logprobs_num=2)[0] for prompt in prompts]
 
 
-def step_time(up: server.Server, prompts: list[list[int]], few: int, many: int) -> float:
-    """Seconds for `many - few` more tokens of every prompt; the prompts are cached, both calls share the rest."""
-    times = []
-    for tokens in (few, many):
-        begin = time.perf_counter()
-        up.generate(prompts, tokens)
-        times.append(time.perf_counter() - begin)
-    return times[1] - times[0]
+def compare(run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]]) -> None:
+    """Greedy answers of all servers named in `pairs` (reference, other), asked side by side, compared pair by pair."""
+    names = [name for name in dict.fromkeys(itertools.chain(*pairs)) if name in run.ups]
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = dict(zip(names, pool.map(lambda name: greedy(run.ups[name], prompts), names), strict=True))
+    for reference, other in pairs:
+        if reference in answers and other in answers:
+            found = compare_greedy(answers[reference], answers[other])
+            run.results["equal"][f"{other} against {reference}"] = found
+            print(f"{other} against {reference}: {found}", flush=True)
+    run.save()
 
 
-def speed(
-    out: Path, work: Path, modes: list[str], contexts: list[int], batches: list[int], q: int, kv_dtype: str
-) -> None:
-    """Time every (context, batch) on stock and ours, plain or with a chain verify of width q, to `speed-*.json`."""
-    model = tiny_model.write(work / "rank", size="rank")
-    drafter = tiny_model.write_drafter(work / f"drafter{q}", model, block_size=q)
-    tokens = max(contexts) * 4 + 100_000
-    pool = shlex.split(
-        f"--max-total-tokens {tokens} --context-length {max(contexts) + 1000} --max-running-requests 16 "
-        f"--mem-fraction-static 0.2 --cuda-graph-bs-decode 1 4 16 --chunked-prefill-size 8192 "
-        f"--kv-cache-dtype {kv_dtype}"
-    )
+EQUAL_SERVERS = {
+    "triton": ["--attention-backend", "triton"],
+    "ours-eager": [*OURS, "--cuda-graph-backend-decode", "disabled"],
+}
+EQUAL_PAIRS = [
+    ("triton", "ours-plain-auto"),
+    ("triton", "stock-plain-auto"),
+    ("ours-plain-auto", "ours-eager"),
+    ("ours-plain-auto", "ours-plain-fp8_e4m3"),
+    ("stock-plain-auto", "stock-plain-fp8_e4m3"),
+]
+
+
+def one_gpu(run: Run, args: argparse.Namespace) -> None:
+    """Prompts, the first batch size's rows, greedy tokens, then the other batch sizes' rows."""
+    model = tiny_model.write(args.work / "rank", size="rank")
+    flags = variants(args.work, model, args.modes, args.kv_dtypes, max(args.contexts))
+    if args.equal:
+        pool = shlex.split("--max-total-tokens 100000 --context-length 40000")
+        flags |= {name: [*pool, *more] for name, more in EQUAL_SERVERS.items()}
+    with ExitStack() as stack:
+        run.launch(stack, model, flags)
+        if "plain" in args.modes and not run.results["prefill"]:
+            for kv in args.kv_dtypes:
+                time_prefill(run, kv)
+        first, *others = args.batches
+        speed(run, args.modes, args.contexts, [first], args.kv_dtypes)
+        if args.equal and not run.late():
+            compare(run, EQUAL_PAIRS, greedy_prompts())
+        speed(run, args.modes, args.contexts, others, args.kv_dtypes)
+
+
+def two_gpus(run: Run, args: argparse.Namespace) -> None:
+    """Greedy tokens of one GPU against two: tensor parallel, plain and chain, and data-parallel attention."""
+    model = tiny_model.write(args.work / "rank", size="rank")
+    drafter = tiny_model.write_drafter(args.work / "drafter8", model, block_size=8)
+    pool = shlex.split("--max-total-tokens 100000 --context-length 40000 --disable-custom-all-reduce")
     chain = shlex.split(
         f"--speculative-algorithm DFLASH --speculative-draft-model-path {drafter} "
-        f"--speculative-draft-attention-backend triton --speculative-draft-window-size {DRAFT_WINDOW_TOKENS}"
+        "--speculative-draft-attention-backend triton"
     )
-    speculation = {"plain": [], "chain": chain}
-    variants = {
-        f"{who}-{mode}": [*pool, *backend, *speculation[mode]]
-        for mode in modes
-        for who, backend in (("stock", TRITON_DECODE), ("ours", OURS))
+    two = ["--tp-size", "2"]
+    flags = {
+        "one": [],
+        "one-chain": chain,
+        "tp2": two,
+        "tp2-chain": [*two, *chain],
+        "dp2": [*two, "--dp-size", "2", "--enable-dp-attention"],
     }
-    rows = []
+    pairs = [("one", "one-chain"), ("one", "tp2"), ("one-chain", "tp2-chain"), ("tp2", "tp2-chain"), ("one", "dp2")]
     with ExitStack() as stack:
-        begin = time.monotonic()
-        ups = launch(stack, model, out, variants)
-        print(f"{len(ups)} servers ready after {time.monotonic() - begin:.0f} s", flush=True)
-        for ctx in contexts:
-            for bs in (b for b in batches if b * ctx <= tokens - 60_000):
-                prompts = [prompt_ids(i, ctx) for i in range(bs)]
-                for mode in modes:
-                    rows.append(measure(ups, mode, prompts, ctx, bs, q, kv_dtype))
-                    write_result(out / f"speed-q{q}-{kv_dtype}.json", {"rows": rows})
-
-
-def measure(
-    ups: dict[str, server.Server], mode: str, prompts: list[list[int]], ctx: int, bs: int, q: int, kv_dtype: str
-) -> dict[str, Any]:
-    """One row: median of interleaved repeats on stock and ours."""
-    steps = 16
-    per_step = SIMULATED_ACCEPT_LEN if mode == "chain" else 1
-    seconds: dict[str, list[float]] = {"stock": [], "ours": []}
-    for who in seconds:  # fills the prefix cache and warms up
-        ups[f"{who}-{mode}"].generate(prompts, per_step)
-    for _ in range(REPEATS):
-        for who, times in seconds.items():
-            times.append(step_time(ups[f"{who}-{mode}"], prompts, per_step, per_step * (steps + 1)))
-    stock, ours = (statistics.median(seconds[who]) for who in ("stock", "ours"))
-    row = {
-        "mode": mode if mode == "plain" else f"chain-q{q}",
-        "ctx": ctx,
-        "bs": bs,
-        "kv_dtype": kv_dtype,
-        "stock_tok_s": per_step * steps * bs / stock,
-        "ours_tok_s": per_step * steps * bs / ours,
-        "stock_step_ms": 1e3 * stock / steps,
-        "ours_step_ms": 1e3 * ours / steps,
-    }
-    print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-    return row
+        run.launch(stack, model, {name: [*pool, *OURS, *more] for name, more in flags.items()})
+        compare(run, pairs, greedy_prompts())
 
 
 def main() -> None:
     """Run one of the verbs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["equal", "speed", "render"])
+    parser.add_argument("verb", choices=["run", "tp", "render"])
     parser.add_argument("--out", type=Path, required=True, help="folder for results and server logs")
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for the generated checkpoints")
-    parser.add_argument("--leave-out", nargs="+", default=[], choices=["flashinfer", "ours-eager", "ours-fp8"])
-    parser.add_argument("--modes", nargs="+", default=["plain", "chain"], choices=["plain", "chain"])
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 65536, 131072, 185000])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--q", type=int, default=16, help="draft block width, which is the verify width of the chain")
-    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8_e4m3"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 4], help="in the order of their importance")
+    parser.add_argument("--kv-dtypes", nargs="+", default=KV_DTYPES, choices=KV_DTYPES)
+    parser.add_argument("--equal", action=argparse.BooleanOptionalAction, default=True, help="compare greedy tokens")
+    parser.add_argument("--resume", type=Path, help="results of an earlier run on the same kernels, to be completed")
+    parser.add_argument("--budget-s", type=float, default=3600, help="start no row after this many seconds")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.verb == "render":
-        render(args.out, Path("docs/bench"))
-    elif args.verb == "equal":
-        equal(args.out, args.work, args.leave_out)
-    else:
-        speed(args.out, args.work, args.modes, args.contexts, args.batches, args.q, args.kv_dtype)
+        server_page.render(args.out, Path("docs/bench"))
+        return
+    run = Run(args.out, time.monotonic() + args.budget_s)
+    if args.resume:
+        resume(run, args.resume)
+    (one_gpu if args.verb == "run" else two_gpus)(run, args)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ struct sm120_mla_params {
 int sm120_mla_abi(void);
 /* Bytes of workspace that every launch with these limits stays within. */
 size_t sm120_mla_workspace_bytes(int32_t num_sms, int32_t max_batch);
+/* Blocks that share the context of q_len new tokens' rows, at most; what operators watch. */
+int32_t sm120_mla_splits(int32_t q_len, int32_t heads, int32_t num_sms);
 int sm120_mla_verify(const struct sm120_mla_params* params, void* stream);
 /* The definition, slow: same parameters, no workspace. `scores` holds batch-independent scratch of
  * total_q * heads * max_kv_len floats. */

@@ -67,6 +67,15 @@ size_t sm120_mla_workspace_bytes(int32_t num_sms, int32_t max_batch) {
   return out_bytes(num_sms) + lse_bytes(num_sms) + plan_bytes(max_batch);
 }
 
+int32_t sm120_mla_splits(int32_t q_len, int32_t heads, int32_t num_sms) {
+  sm120_mla_params shape{};
+  shape.q_len = shape.total_q = q_len;
+  shape.heads = heads;
+  shape.num_sms = num_sms;
+  shape.batch = 1;
+  return sm120::mla::partition(shape).splits;
+}
+
 int sm120_mla_verify(const sm120_mla_params* params, void* stream) {
   using namespace sm120::mla;
   if (params->total_q == 0) return cudaSuccess;

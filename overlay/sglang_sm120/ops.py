@@ -55,6 +55,7 @@ def _library() -> ctypes.CDLL:
     pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.sm120_mla_workspace_bytes.restype = ctypes.c_size_t
     library.sm120_mla_workspace_bytes.argtypes = [i32, i32]
+    library.sm120_mla_splits.argtypes = [i32, i32, i32]
     library.sm120_mla_verify.argtypes = [ctypes.POINTER(_Params), pointer]
     library.sm120_mla_oracle.argtypes = [ctypes.POINTER(_Params), pointer, i64, pointer]
     library.sm120_move_kv.argtypes = [pointer, i32, pointer, pointer, i32, i32, i32, pointer]
@@ -77,6 +78,12 @@ def _launch(name: str, device: torch.device, *args: object) -> None:
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def splits(q_len: int, heads: int, device: torch.device) -> int:
+    """Blocks among which `mla_verify` divides a long context for `q_len` new tokens a request; short ones use fewer."""
+    return _library().sm120_mla_splits(q_len, heads, _num_sms(device))
 
 
 def workspace_bytes(device: torch.device) -> int:

@@ -23,7 +23,7 @@ def register() -> None:
     _register_mla_dispatch()
     _register_dflash_verify()
     _register_selection()
-    _register_graph_report()
+    _register_evidence()
     _register_speculation()
     _register_cpu_engine()
     kvdefrag.register()
@@ -83,10 +83,15 @@ def _register_selection() -> None:
     HookRegistry.register("sglang.srt.server_args.ServerArgs.resolve_once", select.check_resolved, HookType.AFTER)
 
 
-def _register_graph_report() -> None:
+def _register_evidence() -> None:
+    """What tells an operator what runs: fallbacks, verify times, the line at start and the doctor's facts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_sm120.attention import graphs
+    from sglang_sm120.attention import graphs, metrics, report
 
-    target = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
-    HookRegistry.register(target, graphs.note_fallback, HookType.AFTER)
+    forward = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+    state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+    HookRegistry.register(forward, metrics.observe_step, HookType.AROUND)
+    HookRegistry.register(forward, graphs.note_fallback, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_model_worker", report.log_ready, HookType.AFTER)
+    HookRegistry.register(f"{state}.get_internal_state", report.add_to_state, HookType.AFTER)

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_sm120 import ops
@@ -63,6 +63,7 @@ class Sm120MLABackend(AttentionBackend):
         self.num_draft_tokens: int = get_spec().speculative_num_draft_tokens or 0
         self.uses_kernel = self.device != "cpu"
         self._workspace = ops.new_workspace(self.req_to_token.device) if self.uses_kernel else None
+        self._heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         self._prefill = None if skip_prefill or not prefills_with_full_heads() else _ragged_prefill(model_runner)
         self._max_bs = model_runner.req_to_token_pool.size
         self._verify_kv_lens = torch.zeros(self._max_bs, dtype=torch.int64, device=self.device)
@@ -108,7 +109,6 @@ class Sm120MLABackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Choose the step's rows. Only views are made here: what computes is in `init_forward_metadata_in_graph`."""
         mode = forward_batch.forward_mode
-        metrics.count_step(mode.name.lower(), "kernel" if self.uses_kernel else "reference")
         if mode.is_decode_or_idle():
             self.forward_metadata = Rows(forward_batch.seq_lens, q_len=1)
         elif mode.is_target_verify():
@@ -122,6 +122,14 @@ class Sm120MLABackend(AttentionBackend):
             self.forward_metadata = Rows(forward_batch.seq_lens, qo_indptr=torch.nn.functional.pad(ends, (1, 0)))
             if self._prefill is not None and not any(forward_batch.extend_prefix_lens_cpu):
                 self._prefill.init_forward_metadata(forward_batch)
+        if not in_capture:
+            metrics.note_plan(self._plan(mode.name.lower(), self.forward_metadata.q_len))
+
+    def _plan(self, mode: str, q_len: int | None) -> metrics.Plan:
+        if not self.uses_kernel:
+            return metrics.Plan(mode, "reference", None)
+        splits = None if q_len is None else ops.splits(q_len, self._heads, self.req_to_token.device)
+        return metrics.Plan(mode, "kernel", splits)
 
     def _verify_rows(self, forward_batch: ForwardBatch) -> Rows:
         bs, q_len = forward_batch.batch_size, forward_batch.spec_info.draft_token_num

@@ -11,12 +11,14 @@ logger = logging.getLogger(__name__)
 _told: set[str] = set()
 
 
-def note_fallback(can_run: bool, runner: Any, forward_batch: Any) -> None:
-    """After `DecodeCudaGraphRunner.can_run_graph`: count a fallback, and log each reason once a process."""
+def note_fallback(output: Any, runner: Any, forward_batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After `ModelRunner.forward`: count a step that ran eagerly beside captured graphs, log each reason once."""
     mode = forward_batch.forward_mode
-    if can_run or not (mode.is_decode() or mode.is_target_verify()):
+    if output.can_run_graph or not runner.decode_cuda_graph_capture_bs:
         return
-    reason = _reason(runner, forward_batch)
+    if not (mode.is_decode() or mode.is_target_verify()):
+        return
+    reason = _reason(runner.decode_cuda_graph_runner, forward_batch)
     metrics.count_fallback(mode.name.lower())
     if reason not in _told:
         _told.add(reason)

@@ -29,6 +29,17 @@ def default_backend(original: Callable[..., str], server_args: Any, use_mla_back
     return original(server_args, use_mla_backend, model_config)
 
 
+def reason(server_args: Any, model_config: Any, chosen: str) -> str:
+    """Why `chosen` attends in this server; `server_args` as the user gave them."""
+    asked = (server_args.attention_backend, server_args.prefill_attention_backend, server_args.decode_attention_backend)
+    if any(asked):
+        return "asked for"
+    if chosen == BACKEND_NAME:
+        return "the default for MLA on sm_120 and sm_121"
+    why_not = refusals(server_args, model_config) if is_auto_device() else []
+    return "; ".join(["upstream's default", *why_not])
+
+
 def refusals(server_args: Any, model_config: Any) -> list[str]:
     """Why this configuration cannot run on `sm120_mla`, each naming the flag or the model property; empty if it can."""
     cfg = server_args

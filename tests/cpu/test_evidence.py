@@ -1,0 +1,157 @@
+"""What a server tells about itself: metrics, the line at start, the doctor's facts; verify times without waiting."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang_sm120.attention import graphs, metrics, report, select
+
+from tools import bench_accept
+from tools import server as launcher
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory):
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = ["--dtype", "float32", "--enable-metrics", "--decode-log-interval", "1"]
+    flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(bench_accept.PAIR / "drafter")]
+    with launcher.running(bench_accept.PAIR / "target", log, flags) as up:
+        up.generate([list(range(3, 40))], 24)
+        yield up
+
+
+def value(text: str, name: str) -> float:
+    """The sum of a metric's samples."""
+    return sum(float(sample) for sample in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+def test_metrics_of_a_chain(server):
+    text = server.get("/metrics")
+    steps = value(text, 'sm120:attention_steps_total{mode="target_verify",path="reference"}')
+    assert steps > 0
+    assert value(text, "sm120:verify_seconds_count") == steps
+    assert 0 < value(text, "sm120:verify_seconds_sum") < 600
+    assert value(text, "sglang:spec_accept_length") >= 1
+    assert value(text, "sm120:eager_fallbacks_total") == 0
+
+
+def test_one_line_at_start(server):
+    lines = [line for line in server.log.read_text().splitlines() if "sm120: GPU" in line]
+    assert len(lines) == 1
+    for fact in ("none (CPU engine)", "attention sm120_mla (asked for)", "KV float32", "page size 1",
+                 "graph buckets none", "free memory"):  # fmt: skip
+        assert fact in lines[0]
+
+
+def test_the_doctor_finds_the_same_facts(server):
+    (state,) = json.loads(server.get("/server_info"))["internal_states"]
+    facts = state[report.STATE_KEY]
+    assert facts["attention"] == "sm120_mla (asked for)"
+    assert "sglang.srt.model_executor.model_runner.ModelRunner.forward" in facts["hooks"]
+
+
+class Event:
+    """A device event that is done when the test says so; waiting for it is an error."""
+
+    done = False
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return Event.done
+
+    def elapsed_time(self, _end: Event) -> float:
+        return 250.0
+
+    def synchronize(self) -> None:
+        raise AssertionError("a verify step waited for the device")
+
+
+@pytest.fixture
+def observed(monkeypatch: pytest.MonkeyPatch):
+    """Seconds that reach the histogram, with a mocked device and metrics on."""
+    seen: list[float] = []
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: SimpleNamespace(Event=Event))
+    monkeypatch.setattr(metrics, "_reports", lambda: True)
+    monkeypatch.setattr(metrics, "_verify_seconds", lambda: SimpleNamespace(observe=seen.append))
+    monkeypatch.setattr(Event, "done", False)
+    metrics._device_timer.cache_clear()
+    yield seen
+    metrics._device_timer.cache_clear()
+
+
+def step(mode: str = "target_verify", *, draft: bool = False) -> None:
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_target_verify=lambda: mode == "target_verify"))
+    runner = SimpleNamespace(is_draft_worker=draft, device="cuda")
+    assert metrics.observe_step(lambda *_: "output", runner, batch) == "output"
+
+
+def test_verify_times_are_read_when_they_are_there(observed):
+    step()
+    step()
+    assert observed == [], "no step may wait for its own time"
+    Event.done = True
+    step()
+    assert observed == [0.25] * 3
+
+
+def test_only_the_targets_verify_is_timed(observed):
+    Event.done = True
+    step(draft=True)
+    step("decode")
+    assert observed == []
+
+
+def fallback(monkeypatch: pytest.MonkeyPatch, can_run: bool, **batch) -> list[str]:
+    """Modes of the fallbacks that two equal verify steps counted."""
+    counted: list[str] = []
+    monkeypatch.setattr(metrics, "count_fallback", counted.append)
+    monkeypatch.setattr(graphs, "_told", set())
+    mode = SimpleNamespace(name="TARGET_VERIFY", is_decode=lambda: False, is_target_verify=lambda: True)
+    graph_runner = SimpleNamespace(captured_req_width=17, max_bs=4)
+    runner = SimpleNamespace(decode_cuda_graph_runner=graph_runner, decode_cuda_graph_capture_bs=[1, 4])
+    spec = SimpleNamespace(num_tokens_per_req=batch.pop("width", 17))
+    for _ in range(2):
+        forward_batch = SimpleNamespace(forward_mode=mode, spec_info=spec, **batch)
+        graphs.note_fallback(SimpleNamespace(can_run_graph=can_run), runner, forward_batch)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        ({"batch_size": 2, "width": 9}, "captured for 17"),
+        ({"batch_size": 5}, "--cuda-graph-max-bs-decode 4"),
+        ({"batch_size": 2}, "DP padding"),
+    ],
+)
+def test_a_fallback_is_counted_and_told_once_with_its_reason(monkeypatch, caplog, batch, reason):
+    assert fallback(monkeypatch, False, **batch) == ["target_verify"] * 2
+    assert len(caplog.records) == 1 and reason in caplog.text
+
+
+def test_a_replay_is_no_fallback(monkeypatch, caplog):
+    assert fallback(monkeypatch, True, batch_size=2) == []
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen", "why"),
+    [
+        ("sm120_mla", "sm120_mla", "asked for"),
+        (None, "sm120_mla", "the default for MLA on sm_120 and sm_121"),
+        (None, "triton", "upstream's default"),
+    ],
+)
+def test_why_a_backend_attends(monkeypatch, asked, chosen, why):
+    monkeypatch.setattr(select, "is_auto_device", lambda: False)
+    args = SimpleNamespace(attention_backend=asked, prefill_attention_backend=None, decode_attention_backend=None)
+    assert select.reason(args, None, chosen) == why

@@ -1,0 +1,109 @@
+"""Renders what `tools.bench_server` measured as docs/bench/server.{json,md,png}."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+INTRODUCTION = """\
+# The server, ours against stock
+
+{gpu}, torch {torch}, kernel sources {kernels}: compiled for sm_90, run on sm_90. A random Kimi-shaped model: 8 layers,
+8 heads (one TP-8 rank), latent 512 + 64, MoE; bf16 weights, page size 1, CUDA graphs, overlap scheduling on. Stock is
+the same wheel with Triton's decode and verify and FlashInfer's prefill. Chain rows: DFLASH with 4 tokens a step (set,
+for the drafter is random) and a draft window of 4,096 tokens on both sides. All servers are up at once and take turns;
+medians of 3 turns (2 where a step takes over 100 ms). A step's time is the server's own: from the last prefill of a
+batch to its last token. The requests of a batch share all but their last 16 tokens. Steps under about 3 ms are bound by
+the host: the launch and the scheduler, which are the same on both sides. Made by `python -m tools.bench_server`.
+"""
+PREFILL = """
+## Prompts
+
+Seconds from a cached prompt of {begin:,} tokens to one of {end:,}, chunks of 8,192, ours against the flashinfer backend.
+
+| KV | flashinfer s | ours s | ours / flashinfer |
+|---|---|---|---|
+"""
+GREEDY = """
+## Greedy tokens
+
+32 new tokens each for prompts of 1 to 32,000 tokens, every prompt alone. Noise is the largest difference of a chosen
+token's log-probability over the positions before any divergence, in nats. The first divergence of a prompt is a tie
+when the reference's top-2 gap there is at most twice the noise, else an error; the rest of that prompt follows another
+text and is not compared. "triton" is stock with Triton's prefill too; "auto" is bf16 KV.
+
+| pair | prompts | identical | ties | errors | tokens compared | mean difference | noise |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def render(results: Path, docs: Path) -> None:
+    """Merge the result files of `results` into `server.json`, `server.md` and `server.png` in `docs`.
+
+    A row that several files have is the last one's. Raises SystemExit if they are of different kernels, torches or
+    GPUs: one page speaks of one set of sources.
+    """
+    parts = [json.loads(path.read_text()) for path in sorted(results.rglob("*.json"))]
+    where = {name: {part[name] for part in parts} for name in ("gpu", "torch", "kernel_hash")}
+    if any(len(values) != 1 for values in where.values()):
+        raise SystemExit(f"error: {results} mixes runs ({where}): keep the files of one set of kernels")
+    rows = {(r["mode"], r["kv_dtype"], r["bs"], r["ctx"]): r for part in parts for r in part["rows"]}
+    page = {name: values.pop() for name, values in where.items()}
+    page["rows"] = [rows[key] for key in sorted(rows)]
+    page["prefill"] = [row for part in parts for row in part["prefill"]]
+    page["equal"] = {pair: found for part in parts for pair, found in part["equal"].items()}
+    (docs / "server.json").write_text(json.dumps(page, indent=1) + "\n")
+    (docs / "server.md").write_text("\n".join(_lines(page)) + "\n")
+    _plot(page["rows"], page["gpu"], docs / "server.png")
+
+
+def _lines(page: dict[str, Any]) -> Iterator[str]:
+    yield INTRODUCTION.format(gpu=page["gpu"], torch=page["torch"], kernels=page["kernel_hash"][:12])
+    yield "| mode | KV | batch | context | stock tok/s | ours tok/s | stock ms a step | ours ms a step | stock / ours |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in page["rows"]:
+        stock, ours = row["stock_step_ms"], row["ours_step_ms"]
+        ratio = f"{stock / ours:.2f}" if stock and ours else "-"
+        cells = [row["mode"], row["kv_dtype"], str(row["bs"]), f"{row['ctx']:,}"]
+        cells += [_number(row["stock_tok_s"], 0), _number(row["ours_tok_s"], 0)]
+        cells += [_number(stock, 2), _number(ours, 2), ratio]
+        yield "| " + " | ".join(cells) + " |"
+    yield "\n![milliseconds a step by context](server.png)"
+    if page["prefill"]:
+        yield PREFILL.format(begin=page["prefill"][0]["from"], end=page["prefill"][0]["to"]).rstrip()
+        for row in page["prefill"]:
+            ratio = row["ours_s"] / row["flashinfer_s"]
+            yield f"| {row['kv_dtype']} | {row['flashinfer_s']:.2f} | {row['ours_s']:.2f} | {ratio:.2f} |"
+    if page["equal"]:
+        yield GREEDY.rstrip()
+        for pair, found in page["equal"].items():
+            counts = [found["prompts"], found["identical"], found["ties"], len(found["errors"]), found["positions"]]
+            cells = [pair, *map(str, counts), f"{found['mean']:.4f}", f"{found['noise']:.3f}"]
+            yield "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _plot(rows: list[dict[str, Any]], gpu: str, path: Path) -> None:
+    """A panel a mode: milliseconds a step over the context; solid ours, dashed stock."""
+    from matplotlib.figure import Figure
+
+    modes = sorted({row["mode"] for row in rows})
+    figure = Figure(figsize=(4.5 * len(modes), 4), layout="constrained")
+    for axes, mode in zip(figure.subplots(1, len(modes), sharey=True, squeeze=False)[0], modes, strict=True):
+        lines = sorted({(r["kv_dtype"], r["bs"]) for r in rows if r["mode"] == mode})
+        for color, (kv, bs) in enumerate(lines):
+            points = [r for r in rows if (r["mode"], r["kv_dtype"], r["bs"]) == (mode, kv, bs)]
+            for who, style in (("ours", "o-"), ("stock", "x--")):
+                times = [r[f"{who}_step_ms"] or math.nan for r in points]
+                axes.plot([r["ctx"] for r in points], times, style, color=f"C{color}", label=f"{who}, {kv}, batch {bs}")
+        axes.set(xscale="log", yscale="log", xlabel="context, tokens", title=f"{mode}, {gpu}")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    figure.supylabel("milliseconds a step")
+    figure.savefig(path, dpi=110)
