@@ -56,7 +56,9 @@ class Run:
     out: Path
     deadline: float
     ups: dict[str, server.Server] = field(default_factory=dict)
-    results: dict[str, Any] = field(default_factory=lambda: {"rows": [], "prefill": [], "equal": {}, "absent": {}})
+    results: dict[str, Any] = field(
+        default_factory=lambda: {"rows": [], "prefill": [], "equal": {}, "absent": {}, "metrics": {}}
+    )
 
     def late(self) -> bool:
         """Whether the time for measuring is over."""
@@ -274,6 +276,14 @@ EQUAL_PAIRS = [
 ]
 
 
+def keep_metrics(run: Run) -> None:
+    """What our servers count: steps by path, splits, verify times, accept length, steps that left their graph."""
+    for name, up in run.ups.items():
+        lines = [line for line in up.get("/metrics").splitlines() if line.startswith(("sm120:", "sglang:spec_accept"))]
+        run.results["metrics"][name] = [line for line in lines if "_bucket" not in line]
+    run.save()
+
+
 def one_gpu(run: Run, args: argparse.Namespace) -> None:
     """Prompts, the first batch size's rows, greedy tokens, then the other batch sizes' rows."""
     model = tiny_model.write(args.work / "rank", size="rank")
@@ -291,6 +301,7 @@ def one_gpu(run: Run, args: argparse.Namespace) -> None:
         if args.equal and not run.late():
             compare(run, EQUAL_PAIRS, greedy_prompts())
         speed(run, args.modes, args.contexts, others, args.kv_dtypes)
+        keep_metrics(run)
 
 
 def two_gpus(run: Run, args: argparse.Namespace) -> None:
@@ -314,6 +325,7 @@ def two_gpus(run: Run, args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         run.launch(stack, model, {name: [*pool, *OURS, *more] for name, more in flags.items()})
         compare(run, pairs, greedy_prompts())
+        keep_metrics(run)
 
 
 def main() -> None:
