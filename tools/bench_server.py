@@ -163,7 +163,9 @@ def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) 
     prompts = [prompt[: ctx - TAIL_TOKENS] + tail for tail in tails]
     per_step = 1 if mode == "plain" else SIMULATED_ACCEPT_LEN
     ups = {who: run.ups[name] for who in BACKENDS if (name := f"{who}-{mode}-{kv}") in run.ups}
-    step_s, tokens_s, steps = {}, {}, {}
+    step_s: dict[str, list[float]] = {}
+    tokens_s: dict[str, list[float]] = {}
+    steps: dict[str, int] = {}
     for who, up in ups.items():  # the first call compiles and caches the tails, the second says how long a step takes
         ask(up, prompts, 1 + per_step)
         seconds, taken, _ = decode_window(ask(up, prompts, 1 + 2 * per_step))
