@@ -1,9 +1,9 @@
 # Every target is one line that calls tools/. `make help` lists them.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 PY := .venv/bin/python
-SERVE_FLAGS ?= --attention-backend sm120_mla --tp 8
+SERVE_FLAGS ?= --tp 8
 .DEFAULT_GOAL := help
-.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint format bench gpu-report uninstall clean
+.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint format bench bench-e2e gpu-report uninstall clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -24,7 +24,7 @@ serve-tiny: install ## serve the tiny model on the CPU until interrupted
 demo: install ## serve the tiny model on the CPU, ask it something, show which backend answered
 	@$(PY) -m tools.demo
 serve: setup ## MODEL=... serve a model on this machine's GPUs
-	@$(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --model-path $(or $(MODEL),$(error set MODEL=...)) $(SERVE_FLAGS)
+	@$(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --attention-backend sm120_mla --model-path $(or $(MODEL),$(error set MODEL=...)) $(SERVE_FLAGS)
 test: install ## run the tests that this machine can run, but the slow ones
 	@$(PY) -m pytest tests $(TEST_FLAGS)
 test-all: install ## the long server tests too (DDTREE and compaction under load)
@@ -41,6 +41,8 @@ lint: setup ## ruff over Python, mypy over tools and overlay
 	@$(PY) -m tools.lint
 format: setup ## put the format of Python, C++ and CUDA right
 	@$(PY) -m tools.lint --fix
+bench-e2e: setup ## MODEL=... [DRAFT=...] stock against ours, served on this machine's GPUs; goes on where it was
+	@$(PY) -m tools.bench_e2e --check --model "$(MODEL)" && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model "$(MODEL)" --draft "$(DRAFT)" --serve-flags "$(SERVE_FLAGS)" $(E2E_FLAGS)
 bench: setup ## time the kernels on this machine's GPU
 	@$(PY) -m tools.kernels bench
 gpu-report: setup ## check kernels and GPU, write a report to send

@@ -72,6 +72,7 @@ def running(
     flags: Sequence[str] = (),
     env: dict[str, str] | None = None,
     defaults: Sequence[str] = CPU_FLAGS,
+    ready_timeout_s: float = READY_TIMEOUT_S,
 ) -> Iterator[Server]:
     """Serve `model` with this interpreter's `sglang`, on the CPU by default; later `flags` override the `defaults`.
 
@@ -90,14 +91,14 @@ def running(
         )
     server = Server(f"http://127.0.0.1:{port}", log)
     try:
-        _wait_ready(server, process)
+        _wait_ready(server, process, ready_timeout_s)
         yield server
     finally:
         _stop(process)
 
 
-def _wait_ready(server: Server, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
+def _wait_ready(server: Server, process: subprocess.Popen, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(
@@ -108,9 +109,7 @@ def _wait_ready(server: Server, process: subprocess.Popen) -> None:
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    raise RuntimeError(
-        f"the server was not ready in {READY_TIMEOUT_S} s; the end of {server.log}:\n{_tail(server.log)}"
-    )
+    raise RuntimeError(f"the server was not ready in {timeout_s:.0f} s; the end of {server.log}:\n{_tail(server.log)}")
 
 
 def _stop(process: subprocess.Popen) -> None:
