@@ -1,13 +1,13 @@
-"""Servers on the GPU, ours against stock SGLang, on a random Kimi-shaped model.
+"""Servers on one or two GPUs, ours against stock SGLang, on a random Kimi-shaped model.
 
-    python -m tools.bench_server run --out DIR      speed by context and batch, prompts, greedy tokens
-    python -m tools.bench_server tp --out DIR       two GPUs: tensor and data parallel against one GPU, greedy tokens
-    python -m tools.bench_server render --out DIR   what those left in DIR as docs/bench/server.{json,md,png}
+    python -m tools.bench_server run --out DIR [--gpus 2]   speed by context and batch, prompts, greedy tokens
+    python -m tools.bench_server render --out DIR           what runs left in DIR as docs/bench/server.{json,md,png}
 
 Stock is the same wheel with Triton attention. It gets FlashInfer's prefill where decode and verify are timed, for stock
 Triton needs minutes for the prompts. All servers of a run are up at once and take turns; sleeping when idle keeps the
 waiting ones from disturbing the timed one. Every context is a prefix of one long prompt, cached once a server; the
-requests of a batch differ in their last tokens.
+requests of a batch differ in their last tokens. With two GPUs each takes one KV dtype, and tensor and data parallelism
+over both is compared with one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import json
 import random
 import shlex
 import statistics
+import threading
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from tools import kernels, server, server_page, tiny_model
 
 GPU_FLAGS = shlex.split(
     "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
-    "--sleep-on-idle --random-seed 1 --enable-metrics --max-running-requests 16 --chunked-prefill-size 8192 "
+    "--sleep-on-idle --random-seed 1 --max-running-requests 16 --chunked-prefill-size 8192 "
     "--mem-fraction-static 0.6 --cuda-graph-bs-decode 1 4 16"
 )
 STOCK = shlex.split(
@@ -43,10 +45,13 @@ SIMULATED_ACCEPT_LEN = 4
 # The drafter reads this much context on both sides: its own attention is upstream's and not what is compared.
 DRAFT_WINDOW_TOKENS = 4096
 REPEATS = 3
-SLOW_STEP_S = 0.1
-SLOW_REPEATS = 2
+# A step's time is a difference of two calls: one of FEW_STEPS, and one of as many more as take about SPAN_S.
+FEW_STEPS = 2
+LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 32, 0.15
+SLOW_STEP_S = 0.15
 TAIL_TOKENS = 16
-REQUEST_TIMEOUT_S = 90
+START_TIMEOUT_S = 200
+REQUEST_TIMEOUT_S = 45
 
 
 @dataclass
@@ -57,8 +62,9 @@ class Run:
     deadline: float
     ups: dict[str, server.Server] = field(default_factory=dict)
     results: dict[str, Any] = field(
-        default_factory=lambda: {"rows": [], "prefill": [], "equal": {}, "absent": {}, "metrics": {}}
+        default_factory=lambda: {"rows": [], "prefill": [], "equal": {}, "metrics": {}, "absent": {}}
     )
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def late(self) -> bool:
         """Whether the time for measuring is over."""
@@ -66,27 +72,31 @@ class Run:
 
     def save(self) -> None:
         """Write what there is: a run that is cut short keeps it."""
-        write_result(self.out / "server-run.json", self.results)
+        with self.lock:
+            write_result(self.out / "server-run.json", self.results)
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Note what fails under `absent` and go on: a server that is down costs its own rows."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            self.results["absent"][what] = str(error)
+            print(f"{what} failed: {error}", flush=True)
 
     def launch(self, stack: ExitStack, model: Path, variants: dict[str, list[str]]) -> None:
-        """Start every variant at once. One that does not come up is noted under `absent` and left out."""
+        """Start every variant at once."""
 
-        def start(name: str) -> server.Server | RuntimeError:
+        def start(name: str) -> None:
             env = {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPT_LEN)} if "chain-q" in name else {}
-            running = server.running(model, self.out / "logs" / f"{name}.log", variants[name], env, GPU_FLAGS)
-            try:
-                return stack.enter_context(running)
-            except RuntimeError as error:
-                return error
+            log = self.out / "logs" / f"{name}.log"
+            with self.attempt(name):
+                running = server.running(model, log, variants[name], env, GPU_FLAGS, START_TIMEOUT_S)
+                self.ups[name] = stack.enter_context(running)
 
         begin = time.monotonic()
         with ThreadPoolExecutor(len(variants)) as pool:
-            for name, up in zip(variants, pool.map(start, variants), strict=True):
-                if isinstance(up, server.Server):
-                    self.ups[name] = up
-                else:
-                    self.results["absent"][name] = str(up)
-                    print(f"{name} did not start: {up}", flush=True)
+            list(pool.map(start, variants))
         print(f"{len(self.ups)} servers ready after {time.monotonic() - begin:.0f} s", flush=True)
 
 
@@ -110,78 +120,83 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(where | result, indent=1) + "\n")
 
 
-def variants(work: Path, model: Path, modes: list[str], kv_dtypes: list[str], longest: int) -> dict[str, list[str]]:
-    """Flags of every server of the speed table, by `who-mode-kv`."""
+def variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
+    """Flags of every server of the speed table, by `who-mode-kv`; each GPU takes a KV dtype."""
+    longest = max(args.contexts)
     pool = shlex.split(f"--max-total-tokens {longest + 115_000} --context-length {longest + 1000}")
     flags = {}
-    for who, mode, kv in itertools.product(BACKENDS, modes, kv_dtypes):
+    for who, mode, kv in itertools.product(BACKENDS, args.modes, args.kv_dtypes):
         chain = []
         if mode != "plain":
             q = int(mode.removeprefix("chain-q"))
-            drafter = tiny_model.write_drafter(work / f"drafter{q}", model, block_size=q)
-            chain = shlex.split(
-                f"--speculative-algorithm DFLASH --speculative-draft-model-path {drafter} "
-                f"--speculative-draft-attention-backend triton --speculative-draft-window-size {DRAFT_WINDOW_TOKENS}"
-            )
-        flags[f"{who}-{mode}-{kv}"] = [*pool, *BACKENDS[who], *chain, "--kv-cache-dtype", kv]
+            drafter = tiny_model.write_drafter(args.work / f"drafter{q}", model, block_size=q)
+            chain = [*chain_flags(drafter), "--speculative-draft-window-size", str(DRAFT_WINDOW_TOKENS)]
+        gpu = args.kv_dtypes.index(kv) % args.gpus
+        flags[f"{who}-{mode}-{kv}"] = [
+            *pool, *BACKENDS[who], *chain, "--kv-cache-dtype", kv, "--base-gpu-id", str(gpu),
+        ]  # fmt: skip
     return flags
+
+
+def chain_flags(drafter: Path) -> list[str]:
+    """DFLASH with Triton's attention for the drafter and its KV in bf16, whatever the target has."""
+    return shlex.split(
+        f"--speculative-algorithm DFLASH --speculative-draft-model-path {drafter} "
+        "--speculative-draft-attention-backend triton --speculative-draft-kv-cache-dtype bfloat16"
+    )
 
 
 def time_prefill(run: Run, kv: str, begin: int = 32_768, end: int = 131_072) -> None:
     """Seconds from a cached prompt of `begin` tokens to one of `end`, ours and FlashInfer's own backend in turns."""
     ups = {who: run.ups[name] for who in BACKENDS if (name := f"{who}-plain-{kv}") in run.ups}
     seconds: dict[str, list[float]] = {who: [] for who in ups}
-    for repeat in range(REPEATS + 1):
-        prompt = prompt_ids(1000 + repeat, end)
-        for who, up in ups.items():
+    with run.attempt(f"prompts, {kv}"):
+        for repeat, (who, up) in itertools.product(range(REPEATS + 1), ups.items()):
+            prompt = prompt_ids(1000 + repeat, end)
             ask(up, [prompt[:begin]], 1)
-            start = time.perf_counter()
-            ask(up, [prompt], 1)
+            (answer,) = ask(up, [prompt], 1)
             if repeat > 0:  # the first one compiles
-                seconds[who].append(time.perf_counter() - start)
+                seconds[who].append(answer["meta_info"]["e2e_latency"])
             up.get("/flush_cache")
-    row = {"kv_dtype": kv, "from": begin, "to": end}
-    row |= {f"{'flashinfer' if who == 'stock' else who}_s": statistics.median(times) for who, times in seconds.items()}
-    run.results["prefill"].append(row)
-    print(row, flush=True)
-    run.save()
-
-
-def decode_window(answers: list[dict[str, Any]]) -> tuple[float, int, int]:
-    """Seconds, steps and new tokens of the time in which all requests of a batch decode: after the last prefill."""
-    metas = [answer["meta_info"] for answer in answers]
-    begin = max(meta["request_received_ts"] + meta["first_token_latency"] for meta in metas)
-    end = max(meta["request_finished_ts"] for meta in metas)
-    tokens = [meta["completion_tokens"] - 1 for meta in metas]
-    steps = max(meta.get("spec_verify_ct", new) for meta, new in zip(metas, tokens, strict=True))
-    return end - begin, steps, sum(tokens)
+        row = {"kv_dtype": kv, "from": begin, "to": end}
+        row |= {
+            f"{'flashinfer' if who == 'stock' else who}_s": statistics.median(times) for who, times in seconds.items()
+        }
+        run.results["prefill"].append(row)
+        print(row, flush=True)
+        run.save()
 
 
 def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) -> None:
-    """Append one row: medians of repeats that stock and ours take in turns."""
-    tails = [prompt_ids(ctx + 1 + i, TAIL_TOKENS) for i in range(bs)]
-    prompts = [prompt[: ctx - TAIL_TOKENS] + tail for tail in tails]
+    """Append one row: medians of repeats that stock and ours take in turns; a slow step is taken fewer times."""
+    prompts = [prompt[: ctx - TAIL_TOKENS] + prompt_ids(ctx + 1 + i, TAIL_TOKENS) for i in range(bs)]
+    encoded = json.dumps(prompts)
     per_step = 1 if mode == "plain" else SIMULATED_ACCEPT_LEN
     ups = {who: run.ups[name] for who in BACKENDS if (name := f"{who}-{mode}-{kv}") in run.ups}
-    step_s: dict[str, list[float]] = {}
-    tokens_s: dict[str, list[float]] = {}
-    steps: dict[str, int] = {}
-    for who, up in ups.items():  # the first call compiles and caches the tails, the second says how long a step takes
-        ask(up, prompts, 1 + per_step)
-        seconds, taken, _ = decode_window(ask(up, prompts, 1 + 2 * per_step))
-        step_s[who] = [seconds / taken]
-        steps[who] = min(48, max(4, round(0.2 / step_s[who][0])))
-    for repeat in range(REPEATS):
-        for who, up in ups.items():
-            if repeat < SLOW_REPEATS or step_s[who][0] < SLOW_STEP_S:
-                seconds, taken, tokens = decode_window(ask(up, prompts, 1 + steps[who] * per_step))
-                step_s[who].append(seconds / taken)
-                tokens_s.setdefault(who, []).append(tokens / seconds)
+
+    def seconds(who: str, steps: int) -> float:
+        """Of the whole call, by the server's clock."""
+        sampling = {"temperature": 0, "max_new_tokens": 1 + steps * per_step, "ignore_eos": True}
+        body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
+        answers = ups[who].post("/generate", body, REQUEST_TIMEOUT_S)
+        return max(answer["meta_info"]["e2e_latency"] for answer in answers)
+
+    more: dict[str, int] = {}
+    samples: dict[str, list[float]] = {}
+    for who in ups:  # the first call also caches the tails
+        step_s = (seconds(who, FEW_STEPS + LEAST_STEPS) - seconds(who, FEW_STEPS)) / LEAST_STEPS
+        more[who] = min(MOST_STEPS, max(LEAST_STEPS, round(SPAN_S / max(step_s, 1e-3))))
+        samples[who] = [step_s] if step_s > SLOW_STEP_S else []
+    for _ in range(REPEATS):
+        for who, taken in samples.items():
+            if len(taken) < 2 or taken[0] < SLOW_STEP_S:
+                few = seconds(who, FEW_STEPS)
+                taken.append((seconds(who, FEW_STEPS + more[who]) - few) / more[who])
     row: dict[str, Any] = {"mode": mode, "ctx": ctx, "bs": bs, "kv_dtype": kv}
     for who in BACKENDS:
-        measured = who in ups
-        row[f"{who}_tok_s"] = statistics.median(tokens_s[who]) if measured else None
-        row[f"{who}_step_ms"] = 1e3 * statistics.median(step_s[who][1:]) if measured else None
+        step = statistics.median(samples[who]) if who in ups else None
+        row[f"{who}_tok_s"] = step and bs * per_step / step
+        row[f"{who}_step_ms"] = step and 1e3 * step
     run.results["rows"].append(row)
     print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     run.save()
@@ -201,15 +216,32 @@ def resume(run: Run, path: Path) -> None:
         run.results[name] = earlier[name]
 
 
-def speed(run: Run, modes: list[str], contexts: list[int], batches: list[int], kv_dtypes: list[str]) -> None:
-    """Fill the rows that are not there yet, one batch size after the other, until time is over."""
-    prompt = prompt_ids(0, max(contexts))
-    with ThreadPoolExecutor(len(run.ups)) as pool:
-        list(pool.map(lambda up: ask(up, [prompt], 1), run.ups.values()))
+def speed(run: Run, args: argparse.Namespace, batches: list[int]) -> None:
+    """Fill the rows that are not there yet, by batch size, until time is over; the GPUs side by side."""
+    prompt = prompt_ids(0, max(args.contexts))
     have = {key(row) for row in run.results["rows"]}
-    for bs, kv, mode, ctx in itertools.product(batches, kv_dtypes, modes, contexts):
-        if (mode, ctx, bs, kv) not in have and not run.late():
-            measure(run, prompt, mode, ctx, bs, kv)
+
+    def fill(gpu: int) -> None:
+        for bs, kv, mode, ctx in itertools.product(
+            batches, args.kv_dtypes[gpu :: args.gpus], args.modes, args.contexts
+        ):
+            if (mode, ctx, bs, kv) not in have and not run.late():
+                with run.attempt(f"{mode}, {ctx} tokens, batch {bs}, {kv}"):
+                    measure(run, prompt, mode, ctx, bs, kv)
+
+    with ThreadPoolExecutor(args.gpus) as pool:
+        list(pool.map(fill, range(args.gpus)))
+
+
+def cache_prompt(run: Run, names: list[str], prompt: list[int]) -> None:
+    """Let every named server read the prompt."""
+
+    def read(name: str) -> None:
+        with run.attempt(f"the prompt of {name}"):
+            ask(run.ups[name], [prompt], 1)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(read, names))
 
 
 def compare_greedy(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dict[str, Any]:
@@ -254,9 +286,15 @@ def greedy(up: server.Server, prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 def compare(run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]]) -> None:
     """Greedy answers of all servers named in `pairs` (reference, other), asked side by side, compared pair by pair."""
+    answers: dict[str, list[dict[str, Any]]] = {}
+
+    def answer(name: str) -> None:
+        with run.attempt(f"greedy tokens of {name}"):
+            answers[name] = greedy(run.ups[name], prompts)
+
     names = [name for name in dict.fromkeys(itertools.chain(*pairs)) if name in run.ups]
     with ThreadPoolExecutor(len(names)) as pool:
-        answers = dict(zip(names, pool.map(lambda name: greedy(run.ups[name], prompts), names), strict=True))
+        list(pool.map(answer, names))
     for reference, other in pairs:
         if reference in answers and other in answers:
             found = compare_greedy(answers[reference], answers[other])
@@ -265,77 +303,73 @@ def compare(run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]]) ->
     run.save()
 
 
-EQUAL_SERVERS = {
-    "triton": ["--attention-backend", "triton"],
-    "ours-eager": [*OURS, "--cuda-graph-backend-decode", "disabled"],
-}
+def equal_variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
+    """Servers that only answer greedily: Triton for everything, ours without graphs, and ours on two GPUs."""
+    chain = chain_flags(tiny_model.write_drafter(args.work / "drafter8", model, block_size=8))
+    flags = {
+        "triton": ["--attention-backend", "triton"],
+        "ours-eager": [*OURS, "--cuda-graph-backend-decode", "disabled"],
+        "ours-chain": [*OURS, *chain],
+    }
+    if args.gpus > 1:
+        two = [*OURS, "--tp-size", "2", "--disable-custom-all-reduce"]
+        data = ["--dp-size", "2", "--enable-dp-attention"]
+        flags |= {"ours-tp2": two, "ours-tp2-chain": [*two, *chain], "ours-dp2": [*two, *data]}
+    pool = shlex.split("--max-total-tokens 100000 --context-length 40000 --enable-metrics")
+    return {name: [*pool, *more] for name, more in flags.items()}
+
+
 EQUAL_PAIRS = [
     ("triton", "ours-plain-auto"),
     ("triton", "stock-plain-auto"),
     ("ours-plain-auto", "ours-eager"),
+    ("ours-plain-auto", "ours-chain"),
     ("ours-plain-auto", "ours-plain-fp8_e4m3"),
     ("stock-plain-auto", "stock-plain-fp8_e4m3"),
+    ("ours-plain-auto", "ours-tp2"),
+    ("ours-tp2", "ours-tp2-chain"),
+    ("ours-plain-auto", "ours-dp2"),
 ]
 
 
-def keep_metrics(run: Run) -> None:
-    """What our servers count: steps by path, splits, verify times, accept length, steps that left their graph."""
-    for name, up in run.ups.items():
-        lines = [line for line in up.get("/metrics").splitlines() if line.startswith(("sm120:", "sglang:spec_accept"))]
-        run.results["metrics"][name] = [line for line in lines if "_bucket" not in line]
+def keep_metrics(run: Run, names: Iterable[str]) -> None:
+    """What servers of ours count: steps by path, splits, verify times, accept length, steps that left their graph."""
+    for name in names:
+        with run.attempt(f"metrics of {name}"):
+            lines = run.ups[name].get("/metrics").splitlines()
+            kept = [line for line in lines if line.startswith(("sm120:", "sglang:spec_accept_length"))]
+            run.results["metrics"][name] = [line for line in kept if "_bucket" not in line]
     run.save()
 
 
-def one_gpu(run: Run, args: argparse.Namespace) -> None:
+def bench(run: Run, args: argparse.Namespace) -> None:
     """Prompts, the first batch size's rows, greedy tokens, then the other batch sizes' rows."""
     model = tiny_model.write(args.work / "rank", size="rank")
-    flags = variants(args.work, model, args.modes, args.kv_dtypes, max(args.contexts))
+    flags = variants(args, model)
+    table = list(flags)
     if args.equal:
-        pool = shlex.split("--max-total-tokens 100000 --context-length 40000")
-        flags |= {name: [*pool, *more] for name, more in EQUAL_SERVERS.items()}
+        flags |= equal_variants(args, model)
     with ExitStack() as stack:
         run.launch(stack, model, flags)
         if "plain" in args.modes and not run.results["prefill"]:
-            for kv in args.kv_dtypes:
-                time_prefill(run, kv)
+            with ThreadPoolExecutor(args.gpus) as pool:
+                list(pool.map(lambda kv: time_prefill(run, kv), args.kv_dtypes))
+        cache_prompt(run, [name for name in table if name in run.ups], prompt_ids(0, max(args.contexts)))
         first, *others = args.batches
-        speed(run, args.modes, args.contexts, [first], args.kv_dtypes)
+        speed(run, args, [first])
         if args.equal and not run.late():
             compare(run, EQUAL_PAIRS, greedy_prompts())
-        speed(run, args.modes, args.contexts, others, args.kv_dtypes)
-        keep_metrics(run)
-
-
-def two_gpus(run: Run, args: argparse.Namespace) -> None:
-    """Greedy tokens of one GPU against two: tensor parallel, plain and chain, and data-parallel attention."""
-    model = tiny_model.write(args.work / "rank", size="rank")
-    drafter = tiny_model.write_drafter(args.work / "drafter8", model, block_size=8)
-    pool = shlex.split("--max-total-tokens 100000 --context-length 40000 --disable-custom-all-reduce")
-    chain = shlex.split(
-        f"--speculative-algorithm DFLASH --speculative-draft-model-path {drafter} "
-        "--speculative-draft-attention-backend triton"
-    )
-    two = ["--tp-size", "2"]
-    flags = {
-        "one": [],
-        "one-chain": chain,
-        "tp2": two,
-        "tp2-chain": [*two, *chain],
-        "dp2": [*two, "--dp-size", "2", "--enable-dp-attention"],
-    }
-    pairs = [("one", "one-chain"), ("one", "tp2"), ("one-chain", "tp2-chain"), ("tp2", "tp2-chain"), ("one", "dp2")]
-    with ExitStack() as stack:
-        run.launch(stack, model, {name: [*pool, *OURS, *more] for name, more in flags.items()})
-        compare(run, pairs, greedy_prompts())
-        keep_metrics(run)
+            keep_metrics(run, [name for name in run.ups if name not in table])
+        speed(run, args, others)
 
 
 def main() -> None:
     """Run one of the verbs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["run", "tp", "render"])
+    parser.add_argument("verb", choices=["run", "render"])
     parser.add_argument("--out", type=Path, required=True, help="folder for results and server logs")
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for the generated checkpoints")
+    parser.add_argument("--gpus", type=int, default=1, choices=[1, 2])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 65536, 131072, 185000])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 4], help="in the order of their importance")
@@ -351,7 +385,7 @@ def main() -> None:
     run = Run(args.out, time.monotonic() + args.budget_s)
     if args.resume:
         resume(run, args.resume)
-    (one_gpu if args.verb == "run" else two_gpus)(run, args)
+    bench(run, args)
 
 
 if __name__ == "__main__":

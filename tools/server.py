@@ -33,11 +33,10 @@ class Server:
     url: str
     log: Path
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = 600) -> Any:
-        """POST JSON, return JSON. Raises RuntimeError with the server's own words on a refusal."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+    def post(self, path: str, body: dict[str, Any] | bytes, timeout_s: float = 600) -> Any:
+        """POST JSON (bytes are sent as they are), return JSON. Raises RuntimeError with the server's own refusal."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 return json.load(response)

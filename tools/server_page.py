@@ -14,10 +14,11 @@ INTRODUCTION = """\
 {gpu}, torch {torch}, kernel sources {kernels}: compiled for sm_90, run on sm_90. A random Kimi-shaped model: 8 layers,
 8 heads (one TP-8 rank), latent 512 + 64, MoE; bf16 weights, page size 1, CUDA graphs, overlap scheduling on. Stock is
 the same wheel with Triton's decode and verify and FlashInfer's prefill. Chain rows: DFLASH with 4 tokens a step (set,
-for the drafter is random) and a draft window of 4,096 tokens on both sides. All servers are up at once and take turns;
-medians of 3 turns (2 where a step takes over 100 ms). A step's time is the server's own: from the last prefill of a
-batch to its last token. The requests of a batch share all but their last 16 tokens. Steps under about 3 ms are bound by
-the host: the launch and the scheduler, which are the same on both sides. Made by `python -m tools.bench_server`.
+for the drafter is random), a drafter with bf16 KV and a window of 4,096 tokens on both sides. All servers are up at
+once and take turns; medians of 3 turns (2 where a step takes over 150 ms). A step's time is the difference of two calls
+by the server's own clock, divided by the steps that one has more. The requests of a batch share all but their last 16
+tokens. Steps under about 3 ms are bound by the host: launch and scheduler, the same on both sides. KV "auto" is bf16.
+Made by `python -m tools.bench_server`.
 """
 PREFILL = """
 ## Prompts

@@ -1,0 +1,127 @@
+"""What the backend prepares for a step: in place, on the device, as large as the batch and never as the context."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang_sm120 import ops
+from sglang_sm120.attention import backend, reference
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+Q_LEN = 5
+REQUESTS = 4
+
+
+class Mode(SimpleNamespace):
+    """A forward mode as upstream's enum answers for it."""
+
+    def __getattr__(self, name: str):
+        return lambda: name == f"is_{self.name.lower()}"
+
+
+def runner(context: int = 64, kv_dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
+    table = torch.arange(REQUESTS * context, dtype=torch.int32).view(REQUESTS, context)
+    pool = torch.zeros(REQUESTS * context, 1, reference.HEAD_DIM).to(kv_dtype)
+    return SimpleNamespace(
+        device="cpu",
+        req_to_token_pool=SimpleNamespace(req_to_token=table, size=REQUESTS),
+        token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda _layer: pool),
+        kv_index_translator=None,
+        kv_cache_dtype=kv_dtype,
+        is_draft_worker=False,
+        model_config=SimpleNamespace(num_attention_heads=8),
+    )
+
+
+@pytest.fixture(autouse=True)
+def server_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=Q_LEN))
+    monkeypatch.setattr(backend, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+
+
+def verify_batch(seq_lens: list[int], **spec_info) -> SimpleNamespace:
+    return SimpleNamespace(
+        forward_mode=Mode(name="TARGET_VERIFY"),
+        batch_size=len(seq_lens),
+        seq_lens=torch.tensor(seq_lens),
+        req_pool_indices=torch.arange(len(seq_lens)),
+        spec_info=SimpleNamespace(draft_token_num=Q_LEN, **spec_info),
+    )
+
+
+def plan(served: backend.Sm120MLABackend, batch: SimpleNamespace) -> backend.Rows:
+    served.init_forward_metadata_out_graph(batch)
+    served.init_forward_metadata_in_graph(batch)
+    return served.forward_metadata
+
+
+def test_a_verify_refills_lengths_and_words_in_place():
+    """A captured graph knows addresses only: the second step must find its numbers where the first one did."""
+    served = backend.Sm120MLABackend(runner())
+    first = plan(served, verify_batch([7, 9], topk=4))
+    where = first.kv_lens.data_ptr(), first.tree_mask.data_ptr()
+    assert first.kv_lens.tolist() == [12, 14]
+    served.verify_mask.buffer.fill_(True)
+    second = plan(served, verify_batch([20, 30], topk=4))
+    assert (second.kv_lens.data_ptr(), second.tree_mask.data_ptr()) == where
+    assert second.kv_lens.tolist() == [25, 35]
+    assert second.tree_mask.tolist() == [[2**Q_LEN - 1]] * (2 * Q_LEN)
+
+
+def test_what_a_capture_records_decides_the_mask():
+    """The words are read where a tree is verified, whoever filled them; a chain is causal and reads none."""
+    served = backend.Sm120MLABackend(runner())
+    assert plan(served, verify_batch([7], topk=1)).tree_mask is None
+    served.tree_words.fill_(3)
+    assert plan(served, verify_batch([7], has_tree_words=True)).tree_mask.tolist() == [[3]] * Q_LEN
+
+
+@pytest.mark.parametrize("bucket", [1, 2, REQUESTS, 2 * REQUESTS])
+def test_rows_lengths_and_masks_agree_at_every_bucket(bucket):
+    """Padding by data parallelism reaches past the request pool; nothing may then be shorter than the rows."""
+    served = backend.Sm120MLABackend(runner())
+    served.init_cuda_graph_state(2 * REQUESTS, 2 * REQUESTS * Q_LEN)
+    batch = verify_batch([served.get_cuda_graph_seq_len_fill_value()] * bucket, topk=4)
+    rows = plan(served, batch)
+    assert rows.kv_lens.shape == (bucket,) and rows.q_len == Q_LEN
+    assert rows.tree_mask.shape == (bucket * Q_LEN, reference.mask_words(Q_LEN))
+    assert (rows.kv_lens == 1 + Q_LEN).all(), "a padded request has the length of its own rows and one more"
+
+
+def test_nothing_that_is_allocated_grows_with_the_context():
+    short, long = (backend.Sm120MLABackend(runner(context)) for context in (64, 4096))
+    assert short.verify_mask.buffer.numel() == long.verify_mask.buffer.numel() == REQUESTS * Q_LEN * Q_LEN
+    assert short.tree_words.shape == long.tree_words.shape
+
+
+def test_planning_a_verify_reads_nothing_on_the_host():
+    """Fake tensors have no values: whoever asks for one (.item, .tolist, a data-dependent shape) fails."""
+    served = backend.Sm120MLABackend(runner())
+    assert not served.needs_cpu_seq_lens
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        batch = verify_batch([7, 9], topk=4)
+        with pytest.raises(DataDependentOutputException):
+            batch.seq_lens.sum().item()
+        plan(served, batch)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_kernel_gets_the_pool_itself(monkeypatch, kv_dtype):
+    """No conversion of the pool: the kernel reads the latents where and as they lie, whatever else the pool holds."""
+    seen = []
+
+    def kernel(q, kv_pool, *args, **_):
+        seen.append(kv_pool)
+        return q.new_zeros(*q.shape[:2], reference.LATENT_DIM), None
+
+    monkeypatch.setattr(ops, "mla_verify", kernel)
+    at = runner(kv_dtype=kv_dtype)
+    served = backend.Sm120MLABackend(at)
+    served.uses_kernel = True
+    batch = verify_batch([7, 9], topk=1)
+    served.forward_metadata = backend.Rows(torch.tensor([12, 14]), q_len=Q_LEN)
+    layer = SimpleNamespace(layer_id=0, scaling=1.0, logit_cap=0.0)
+    served._attend(torch.zeros(2 * Q_LEN, 8, reference.HEAD_DIM), layer, batch.req_pool_indices)
+    assert seen[0] is at.token_to_kv_pool.get_key_buffer(0) and seen[0].dtype == kv_dtype
