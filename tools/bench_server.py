@@ -312,7 +312,9 @@ def equal_variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]
         "ours-chain": [*OURS, *chain],
     }
     if args.gpus > 1:
-        two = [*OURS, "--tp-size", "2", "--disable-custom-all-reduce"]
+        # Plain NCCL: the fused and custom all-reduces may use NVLink multicast, which shared hosts switch off.
+        nccl = ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
+        two = [*OURS, "--tp-size", "2", *nccl]
         data = ["--dp-size", "2", "--enable-dp-attention"]
         flags |= {"ours-tp2": two, "ours-tp2-chain": [*two, *chain], "ours-dp2": [*two, *data]}
     pool = shlex.split("--max-total-tokens 100000 --context-length 40000 --enable-metrics")

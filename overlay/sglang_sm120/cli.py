@@ -16,16 +16,6 @@ import torch
 from sglang_sm120 import moe_balance, ops
 from sglang_sm120.kvdefrag import kv_map
 
-SERVER_FACTS = (
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "kv_cache_dtype",
-    "page_size",
-    "speculative_algorithm",
-    "max_total_num_tokens",
-)
-
 
 def doctor(url: str | None) -> int:
     """Print the facts that decide what runs; return 0 when a GPU can serve, 1 when only the CPU can, 2 on a defect."""
@@ -51,10 +41,14 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield "patches", ", ".join(patch["slug"] for patch in facts["patches"]) or "none"
         yield "kernel sources", facts["kernels"]["source_hash"] if facts["kernels"] else "not built in"
     yield "kernel library", str(ops.LIBRARY_PATH) if ops.LIBRARY_PATH.exists() else "absent"
+    yield "kernels for", " ".join(ops.library_targets()) or "no GPU"
     yield "sgl_kernel", "installed" if importlib.util.find_spec("sgl_kernel") else "absent (CPU engine)"
     if not torch.cuda.is_available():
         yield "GPU", "none: the server runs on the CPU with the reference"
         return
+    from sglang.srt.utils import get_nvidia_driver_version_str
+
+    yield "driver", get_nvidia_driver_version_str() or "unknown (no nvidia-smi)"
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -72,23 +66,35 @@ def _problems() -> Iterator[str]:
     plugins = [ep.value for ep in importlib.metadata.entry_points(group="sglang.srt.plugins")]
     if "sglang_sm120.plugin:register" not in plugins:
         yield "the plugin entry point is missing: SGLang does not see sm120_mla; reinstall the wheel"
-    if torch.cuda.is_available() and not ops.LIBRARY_PATH.exists():
+    if not torch.cuda.is_available():
+        return
+    if not ops.LIBRARY_PATH.exists():
         yield "there is a GPU but the wheel has no kernels: build it where nvcc is found (`make wheel`)"
+        return
+    wanted = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    if wanted not in (target.removesuffix("a") for target in ops.library_targets()):
+        yield f"the kernels are not built for this GPU, {wanted}: `python -m tools.kernels build --archs {wanted}`"
 
 
 def _print_server(url: str) -> bool:
-    """Print what a running server chose; False if it cannot be asked."""
+    """Print what a running server chose, and its hooks; False if it cannot be asked or is not ours."""
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=10) as answer:
-            info = json.load(answer)
+            (state, *_) = json.load(answer)["internal_states"]
+        facts = state["sm120"]
+    except KeyError:
+        print(
+            f"error: the server at {url} runs without this package's hooks: start it from this wheel", file=sys.stderr
+        )
+        return False
     except (urllib.error.URLError, OSError, ValueError) as error:
         print(
             f"error: no server answers at {url} ({error}); give --url the address that it printed at start",
             file=sys.stderr,
         )
         return False
-    for name in SERVER_FACTS:
-        print(f"server {name:<28}{info.get(name)}")
+    for name, value in facts.items():
+        print(f"server {name:<18}{value}")
     return True
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ class _Params(ctypes.Structure):
 def available() -> bool:
     """Whether the kernels can run here: the library is built and a CUDA device is present."""
     return LIBRARY_PATH.exists() and torch.cuda.is_available()
+
+
+@functools.cache
+def library_targets() -> list[str]:
+    """GPU architectures in the library, e.g. `sm_120a`, from the compiler's notes in it; empty where there is none."""
+    if not LIBRARY_PATH.exists():
+        return []
+    return sorted({name.decode() for name in re.findall(rb"-arch (sm_\w+) ", LIBRARY_PATH.read_bytes())})
 
 
 @functools.cache

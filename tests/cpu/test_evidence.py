@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang_sm120 import cli, ops
 from sglang_sm120.attention import graphs, metrics, report, select
 
 from tools import bench_accept
@@ -52,6 +53,30 @@ def test_the_doctor_finds_the_same_facts(server):
     facts = state[report.STATE_KEY]
     assert facts["attention"] == "sm120_mla (asked for)"
     assert "sglang.srt.model_executor.model_runner.ModelRunner.forward" in facts["hooks"]
+
+
+def test_the_doctor_prints_them(server, capsys):
+    cli.doctor(server.url)
+    assert re.search(r"^server attention +sm120_mla \(asked for\)$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_doctor_says_where_no_server_answers(capsys):
+    assert cli.doctor(f"http://127.0.0.1:{launcher.free_port()}") == 2
+    assert "no server answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("capability", "said"), [((12, 0), ""), ((8, 0), "not built for this GPU, sm_80")])
+def test_the_doctor_compares_the_librarys_targets_with_the_gpu(monkeypatch, tmp_path, capability, said):
+    library = tmp_path / "lib.so"
+    library.write_bytes(b"\0-v -arch sm_90 -m 64\0 -arch sm_120a -m 64 -l\0")
+    monkeypatch.setattr(ops, "LIBRARY_PATH", library)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    ops.library_targets.cache_clear()
+    assert ops.library_targets() == ["sm_120a", "sm_90"]
+    problems = [problem for problem in cli._problems() if "kernels" in problem]
+    ops.library_targets.cache_clear()
+    assert said in "".join(problems) and bool(said) == bool(problems)
 
 
 class Event:
