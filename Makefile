@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c "" 2>/dev/nu
 PY := .venv/bin/python
 SERVE_FLAGS ?= --tp 8
 .DEFAULT_GOAL := help
-.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint format bench bench-e2e gpu-report uninstall clean
+.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint format soak bench bench-e2e gpu-report uninstall clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -41,6 +41,8 @@ lint: setup ## ruff over Python, mypy over tools and overlay
 	@$(PY) -m tools.lint
 format: setup ## put the format of Python, C++ and CUDA right
 	@$(PY) -m tools.lint --fix
+soak: install ## 20 minutes of random clients, good and bad, against the CPU server
+	@$(PY) -m tools.soak $(SOAK_FLAGS)
 bench-e2e: setup ## MODEL=... [DRAFT=...] stock against ours, served on this machine's GPUs; goes on where it was
 	@$(PY) -m tools.bench_e2e --check --model "$(MODEL)" && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model "$(MODEL)" --draft "$(DRAFT)" --serve-flags "$(SERVE_FLAGS)" $(E2E_FLAGS)
 bench: setup ## time the kernels on this machine's GPU
