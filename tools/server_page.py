@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -91,20 +92,23 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _plot(rows: list[dict[str, Any]], gpu: str, path: Path) -> None:
-    """A panel a mode: milliseconds a step over the context; solid ours, dashed stock."""
+    """A panel for each mode and KV dtype: milliseconds a step over the context; solid ours, dashed stock."""
     from matplotlib.figure import Figure
 
-    modes = sorted({row["mode"] for row in rows})
-    figure = Figure(figsize=(4.5 * len(modes), 4), layout="constrained")
-    for axes, mode in zip(figure.subplots(1, len(modes), sharey=True, squeeze=False)[0], modes, strict=True):
-        lines = sorted({(r["kv_dtype"], r["bs"]) for r in rows if r["mode"] == mode})
-        for color, (kv, bs) in enumerate(lines):
-            points = [r for r in rows if (r["mode"], r["kv_dtype"], r["bs"]) == (mode, kv, bs)]
+    modes, kv_dtypes = (sorted({row[name] for row in rows}) for name in ("mode", "kv_dtype"))
+    figure = Figure(figsize=(4 * len(modes), 3.2 * len(kv_dtypes)), layout="constrained")
+    grid = figure.subplots(len(kv_dtypes), len(modes), sharex=True, sharey=True, squeeze=False)
+    for (kv, mode), axes in zip(itertools.product(kv_dtypes, modes), grid.flat, strict=True):
+        panel = [row for row in rows if (row["mode"], row["kv_dtype"]) == (mode, kv)]
+        for color, bs in enumerate(sorted({row["bs"] for row in panel})):
+            line = [row for row in panel if row["bs"] == bs]
             for who, style in (("ours", "o-"), ("stock", "x--")):
-                times = [r[f"{who}_step_ms"] or math.nan for r in points]
-                axes.plot([r["ctx"] for r in points], times, style, color=f"C{color}", label=f"{who}, {kv}, batch {bs}")
-        axes.set(xscale="log", yscale="log", xlabel="context, tokens", title=f"{mode}, {gpu}")
+                times = [row[f"{who}_step_ms"] or math.nan for row in line]
+                axes.plot([row["ctx"] for row in line], times, style, color=f"C{color}", label=f"{who}, batch {bs}")
+        axes.set(xscale="log", yscale="log", title=f"{mode}, KV {kv}")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
+    figure.suptitle(gpu)
+    figure.supxlabel("context, tokens")
     figure.supylabel("milliseconds a step")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
