@@ -50,7 +50,7 @@ FEW_STEPS = 2
 LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 32, 0.15
 SLOW_STEP_S = 0.15
 TAIL_TOKENS = 16
-START_TIMEOUT_S = 170
+START_TIMEOUT_S = 150
 REQUEST_TIMEOUT_S = 45
 
 
@@ -216,7 +216,7 @@ def resume(run: Run, path: Path) -> None:
         run.results[name] = earlier[name]
 
 
-def speed(run: Run, args: argparse.Namespace, batches: list[int]) -> None:
+def speed(run: Run, args: argparse.Namespace) -> None:
     """Fill the rows that are not there yet, by batch size, until time is over; the GPUs side by side."""
     prompt = prompt_ids(0, max(args.contexts))
     have = {key(row) for row in run.results["rows"]}
@@ -345,7 +345,7 @@ def keep_metrics(run: Run, names: Iterable[str]) -> None:
 
 
 def bench(run: Run, args: argparse.Namespace) -> None:
-    """Prompts, the first batch size's rows, greedy tokens, then the other batch sizes' rows."""
+    """Prompts, greedy tokens, then the rows of the table."""
     model = tiny_model.write(args.work / "rank", size="rank")
     flags = variants(args, model)
     table = list(flags)
@@ -357,12 +357,10 @@ def bench(run: Run, args: argparse.Namespace) -> None:
             with ThreadPoolExecutor(args.gpus) as pool:
                 list(pool.map(lambda kv: time_prefill(run, kv), args.kv_dtypes))
         cache_prompt(run, [name for name in table if name in run.ups], prompt_ids(0, max(args.contexts)))
-        first, *others = args.batches
-        speed(run, args, [first])
-        if args.equal and not run.late():
+        if args.equal:
             compare(run, EQUAL_PAIRS, greedy_prompts())
             keep_metrics(run, [name for name in run.ups if name not in table])
-        speed(run, args, others)
+        speed(run, args)
 
 
 def main() -> None:
