@@ -222,9 +222,8 @@ def speed(run: Run, args: argparse.Namespace) -> None:
     have = {key(row) for row in run.results["rows"]}
 
     def fill(gpu: int) -> None:
-        for bs, kv, mode, ctx in itertools.product(
-            batches, args.kv_dtypes[gpu :: args.gpus], args.modes, args.contexts
-        ):
+        mine = args.kv_dtypes[gpu :: args.gpus]
+        for bs, kv, mode, ctx in itertools.product(args.batches, mine, args.modes, args.contexts):
             if (mode, ctx, bs, kv) not in have and not run.late():
                 with run.attempt(f"{mode}, {ctx} tokens, batch {bs}, {kv}"):
                     measure(run, prompt, mode, ctx, bs, kv)
@@ -260,13 +259,13 @@ def compare_greedy(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dic
                 divergences.append({"prompt": prompt, "at": at, "gap": top[0][0] - top[1][0]})
                 break
             differences.append(abs(left[0] - right[0]))
-    noise = max(differences)
+    noise = max(differences, default=0.0)
     errors = [d for d in divergences if d["gap"] > 2 * noise]
     return {
         "prompts": len(want),
         "positions": len(differences),
         "noise": noise,
-        "mean": statistics.fmean(differences),
+        "mean": statistics.fmean(differences or [0.0]),
         "identical": len(want) - len(divergences),
         "ties": len(divergences) - len(errors),
         "errors": errors,
@@ -301,6 +300,17 @@ def compare(run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]]) ->
             run.results["equal"][f"{other} against {reference}"] = found
             print(f"{other} against {reference}: {found}", flush=True)
     run.save()
+
+
+def control(run: Run, name: str, prompts: list[list[int]]) -> None:
+    """What the comparison sees of an attention that errs: one server, the first half of the long prompts replaced."""
+    with run.attempt("control"):
+        long = [prompt for prompt in prompts if len(prompt) >= 1000]
+        changed = [prompt_ids(500 + i, len(p) // 2) + p[len(p) // 2 :] for i, p in enumerate(long)]
+        found = compare_greedy(greedy(run.ups[name], long), greedy(run.ups[name], changed))
+        run.results["equal"]["control: half of the prompt replaced"] = found
+        print(f"control: {found}", flush=True)
+        run.save()
 
 
 def equal_variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
@@ -359,6 +369,7 @@ def bench(run: Run, args: argparse.Namespace) -> None:
         cache_prompt(run, [name for name in table if name in run.ups], prompt_ids(0, max(args.contexts)))
         if args.equal:
             compare(run, EQUAL_PAIRS, greedy_prompts())
+            control(run, "ours-plain-auto", greedy_prompts())
             keep_metrics(run, [name for name in run.ups if name not in table])
         speed(run, args)
 

@@ -31,12 +31,15 @@ class Size:
     layers: int
     max_context_tokens: int
     dtype: str
+    # Times a random query: 1 spreads attention evenly, so that a long context leaves hardly a trace; at 2 a few tokens
+    # of 32k get most of it, and an attention that misses some is seen.
+    query_gain: float = 1.0
 
 
 SIZES = {
     "tiny": Size(256, 192, 64, 128, 4, 16_384, "float32"),
     # One TP-8 rank of Kimi K2 with a narrower residual stream and 8 layers, for servers on one GPU.
-    "rank": Size(2048, 1536, 128, 512, 8, 262_144, "bfloat16"),
+    "rank": Size(2048, 1536, 128, 512, 8, 262_144, "bfloat16", query_gain=2.0),
 }
 
 
@@ -121,7 +124,7 @@ def write(out: Path, *, size: str = "tiny", vocab_size: int = 2048, seed: int = 
         model = DeepseekV3ForCausalLM(config(shape, vocab_size)).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            _fill(parameter, _std(name, parameter.shape[-1]))
+            _fill(parameter, _std(name, parameter.shape[-1], shape.query_gain))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             _fill(buffer, 1.0)
@@ -183,7 +186,7 @@ def write_drafter(out: Path, target: Path, *, block_size: int = 16, layers: int 
     return out
 
 
-def _std(name: str, inputs: int) -> float:
+def _std(name: str, inputs: int, query_gain: float) -> float:
     """Standard deviation of a weight: greedy margins far above bf16 rounding, which random layers would amplify.
 
     The embedding dominates the residual stream, a layer adds a third of its size, and the logits spread by 2. (A wide
@@ -191,7 +194,8 @@ def _std(name: str, inputs: int) -> float:
     """
     if "embed_tokens" in name:
         return 1.0
-    gain = 0.3 if "o_proj" in name or "down_proj" in name else 2.0 if "lm_head" in name else 1.0
+    gains = {"o_proj": 0.3, "down_proj": 0.3, "lm_head": 2.0, "q_b_proj": query_gain}
+    gain = next((gain for part, gain in gains.items() if part in name), 1.0)
     return gain * inputs**-0.5
 
 

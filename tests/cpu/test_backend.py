@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.model_executor import forward_context
 from sglang_sm120 import ops
 from sglang_sm120.attention import backend, reference
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -94,6 +95,39 @@ def test_nothing_that_is_allocated_grows_with_the_context():
     short, long = (backend.Sm120MLABackend(runner(context)) for context in (64, 4096))
     assert short.verify_mask.buffer.numel() == long.verify_mask.buffer.numel() == REQUESTS * Q_LEN * Q_LEN
     assert short.tree_words.shape == long.tree_words.shape
+
+
+def prompt_batch(prefix_lens: list[int], new_tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        forward_mode=Mode(name="EXTEND"),
+        batch_size=len(prefix_lens),
+        seq_lens=torch.tensor(prefix_lens) + new_tokens,
+        extend_seq_lens=torch.full((len(prefix_lens),), new_tokens),
+        extend_prefix_lens_cpu=prefix_lens,
+    )
+
+
+def test_keys_of_a_prompt_with_a_cached_prefix_reach_over_all_of_it():
+    """FlashInfer's one-shot plan reads `kv_indptr`: left as the first chunk had it, a later one attends to nothing."""
+    served, planned = backend.Sm120MLABackend(runner()), []
+    buffer = torch.zeros(REQUESTS + 1, dtype=torch.int32)
+    served._prefill = SimpleNamespace(kv_indptr=buffer, init_forward_metadata=planned.append)
+    served.init_forward_metadata_out_graph(prompt_batch([8192, 0], 10))
+    assert buffer.tolist()[:3] == [0, 8202, 8212] and not planned
+    first_chunks = prompt_batch([0, 0], 10)
+    served.init_forward_metadata_out_graph(first_chunks)
+    assert planned == [first_chunks]
+
+
+def test_upstream_finds_the_pools_through_the_backend():
+    """Prompts over a prefix that does not fit one chunk read both pools from the backend of the forward context."""
+    at = runner()
+    with forward_context.forward_context(
+        forward_context.ForwardContext(attn_backend=backend.Sm120MLABackend(at)),
+        forward_batch=SimpleNamespace(moe_num_token_non_padded=None),
+    ):
+        assert forward_context.get_req_to_token_pool() is at.req_to_token_pool
+        assert forward_context.get_token_to_kv_pool() is at.token_to_kv_pool
 
 
 def test_planning_a_verify_reads_nothing_on_the_host():

@@ -55,7 +55,8 @@ class Sm120MLABackend(AttentionBackend):
     def __init__(self, model_runner: ModelRunner, skip_prefill: bool = False) -> None:
         super().__init__()
         self.device = model_runner.device
-        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.req_to_token_pool = model_runner.req_to_token_pool  # upstream's chunked prefix reads it from here
+        self.req_to_token = self.req_to_token_pool.req_to_token
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.kv_index_translator = model_runner.kv_index_translator
         self.data_type = self.kv_cache_dtype = model_runner.kv_cache_dtype
@@ -65,7 +66,7 @@ class Sm120MLABackend(AttentionBackend):
         self._workspace = ops.new_workspace(self.req_to_token.device) if self.uses_kernel else None
         self._heads = model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         self._prefill = None if skip_prefill or not prefills_with_full_heads() else _ragged_prefill(model_runner)
-        self._max_bs = model_runner.req_to_token_pool.size
+        self._max_bs = self.req_to_token_pool.size
         self._verify_kv_lens = torch.zeros(self._max_bs, dtype=torch.int64, device=self.device)
         self._verify_mask: VerifyMask | None = None
         self._tree_words: torch.Tensor | None = None
@@ -120,10 +121,22 @@ class Sm120MLABackend(AttentionBackend):
         else:
             ends = forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
             self.forward_metadata = Rows(forward_batch.seq_lens, qo_indptr=torch.nn.functional.pad(ends, (1, 0)))
-            if self._prefill is not None and not any(forward_batch.extend_prefix_lens_cpu):
-                self._prefill.init_forward_metadata(forward_batch)
+            self._plan_prompt(forward_batch)
         if not in_capture:
             metrics.note_plan(self._plan(mode.name.lower(), self.forward_metadata.q_len))
+
+    def _plan_prompt(self, forward_batch: ForwardBatch) -> None:
+        """Full heads without a cached prefix are planned here; with one, by `init_mha_chunk_metadata` below.
+
+        That plan takes the lengths of one-shot keys (prefix and new tokens) from FlashInfer's `kv_indptr`.
+        """
+        if self._prefill is None:
+            return
+        if any(forward_batch.extend_prefix_lens_cpu):
+            bs = forward_batch.batch_size
+            self._prefill.kv_indptr[1 : bs + 1] = forward_batch.seq_lens.cumsum(0)
+        else:
+            self._prefill.init_forward_metadata(forward_batch)
 
     def _plan(self, mode: str, q_len: int | None) -> metrics.Plan:
         if not self.uses_kernel:
