@@ -151,9 +151,10 @@ async def invalid(client: Client) -> str:
 
 
 async def bad_ids(client: Client) -> str:
-    """Token ids that the vocabulary does not have, or none at all."""
-    ids = client.random.choice([[10**9], [-3], [], ["a"], None])
-    return await client.post("/generate", client.body() | {"input_ids": ids})
+    """Token ids that the vocabulary does not have, or none at all, or more log-probabilities than it has tokens."""
+    wrong: list[dict[str, Any]] = [{"input_ids": ids} for ids in ([10**9], [-3], [], ["a"], None)]
+    wrong += [{"input_ids": None, "text": ""}, {"return_logprob": True, "top_logprobs_num": 10**6}]
+    return await client.post("/generate", client.body() | client.random.choice(wrong))
 
 
 async def bad_json(client: Client) -> str:

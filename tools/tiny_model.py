@@ -130,7 +130,7 @@ def write(out: Path, *, size: str = "tiny", vocab_size: int = 2048, seed: int = 
             _fill(buffer, 1.0)
     model.to("cpu", DTYPES[shape.dtype]).save_pretrained(out)
     tokenizer(vocab_size).save_pretrained(out)
-    _merge_config(out, sglang_keys(rope(shape.max_context_tokens)))
+    finish_config(out, shape)
     return out
 
 
@@ -204,8 +204,10 @@ def _fill(tensor: torch.Tensor, std: float) -> None:
     tensor.normal_(0.0, std)
 
 
-def _merge_config(folder: Path, keys: dict[str, Any]) -> None:
+def finish_config(folder: Path, size: Size) -> None:
+    """Add to a saved config.json what SGLang reads and transformers does not write."""
     path = folder / "config.json"
+    keys = sglang_keys(rope(size.max_context_tokens))
     path.write_text(json.dumps(json.loads(path.read_text()) | keys, indent=2, sort_keys=True) + "\n")
 
 

@@ -11,24 +11,30 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
-    HookRegistry.register(target, check_token_ids, HookType.BEFORE)
+    HookRegistry.register(target, check, HookType.BEFORE)
 
 
-def check_token_ids(tokenizer_manager: Any, request: Any, _input_ids: list[int] | None) -> None:
-    """Raise ValueError, which upstream answers with 400, for token ids that the vocabulary does not have.
+def check(tokenizer_manager: Any, request: Any, input_ids: list[int] | None) -> None:
+    """Raise ValueError, which upstream answers with 400, for an empty prompt and for what the vocabulary does not have.
 
-    Looked at are the ids that the client sent (not where media's placeholders are still among them), and the stop ids
-    that `min_new_tokens` makes upstream write to the logits.
+    input_ids: the prompt after the tokenizer. Looked at are the ids that the client sent (not where placeholders of
+    media are still among them), the stop ids that `min_new_tokens` makes upstream write to the logits, and the number
+    of log-probabilities.
     """
     vocabulary = tokenizer_manager.model_config.vocab_size
+    if input_ids is not None and not len(input_ids) and not request.contains_mm_input():
+        raise ValueError("the prompt is empty: send at least one token.")
     if request.input_ids and not request.contains_mm_input():
-        _check("input_ids", request.input_ids, vocabulary)
+        _check_ids("input_ids", request.input_ids, vocabulary)
     sampling = request.sampling_params or {}
     if sampling.get("min_new_tokens") and sampling.get("stop_token_ids"):
-        _check("stop_token_ids", sampling["stop_token_ids"], vocabulary)
+        _check_ids("stop_token_ids", sampling["stop_token_ids"], vocabulary)
+    top = getattr(request, "top_logprobs_num", None) or 0
+    if not 0 <= top <= vocabulary:
+        raise ValueError(f"top_logprobs_num is {top}; it must be 0 to the {vocabulary} tokens of the vocabulary.")
 
 
-def _check(name: str, ids: Iterable[int], vocabulary: int) -> None:
+def _check_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
     for token in ids:
         if type(token) is not int or not 0 <= token < vocabulary:
             raise ValueError(f"{name} has {token!r}; this model's token ids are the integers 0 to {vocabulary - 1}.")
