@@ -6,7 +6,7 @@ SERVE_FLAGS ?= --tp 8
 .PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint format soak bench bench-e2e gpu-report uninstall clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 setup: ## make .venv with the tools and the CPU requirements
 	@$(or $(PYTHON),python3) tools/setup.py
 fetch: setup ## download the pinned upstream wheel and verify its sha256

@@ -313,6 +313,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("error: upstream's bench_serving imports the package `datasets`: pip install datasets", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
+    server.exit_on_sigterm()
     return 1 if run(Plan(**args), out) else 0
 
 

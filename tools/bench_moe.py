@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for the checkpoint and dumps")
     parser.add_argument("--seconds", type=float, default=8)
     args = parser.parse_args()
+    server.exit_on_sigterm()
     dumps, gpu = args.work / "moe-dumps", torch.cuda.is_available()
     for folder in (args.out, dumps):
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder for the server's log")
     parser.add_argument("--serve", action="store_true", help="leave the server up until Ctrl-C")
     args = parser.parse_args()
+    server.exit_on_sigterm()
 
     print(f"starting sglang {importlib.metadata.version('sglang')} on the CPU ...", flush=True)
     begin = time.monotonic()
@@ -39,9 +41,10 @@ def main() -> None:
         print(f"drafting:   DDTREE committed {accepted:.2f} tokens a step; one of its trees, * was accepted:")
         print(textwrap.indent(draw_tree.best_step(PAIR, prompt, answer["output_ids"]), "            "))
         if args.serve:
-            print("serving; Ctrl-C ends it", flush=True)
-            while True:
-                time.sleep(3600)
+            print(f"serving at {up.url}; Ctrl-C ends it", flush=True)
+            with suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(3600)
 
 
 def print_evidence(up: server.Server) -> None:

@@ -57,6 +57,11 @@ class Server:
         return self.post("/generate", {"input_ids": [list(p) for p in prompts], "sampling_params": parameters})
 
 
+def exit_on_sigterm() -> None:
+    """Turn SIGTERM (of `timeout`, say) into SystemExit, so that `running` ends its server. For a tool's main."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def free_port() -> int:
     """A TCP port of the loopback interface that nothing listens on now."""
     with socket.socket() as probe:
