@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tools import kernels, server
+from tools import kernels, require_gpu, server
 from tools.project import write_atomic
 
 PAIR = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "pair"
@@ -273,7 +273,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether this machine can run it")
     parser.add_argument("--cpu", action="store_true", help="try it without a GPU, on the trained pair")
     parser.add_argument("--model", help="model to serve, a folder or a name on the Hugging Face hub")
     parser.add_argument("--draft", help="its DFlash drafter; without one only plain decoding is measured")
@@ -294,12 +293,8 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure; the exit code is 0 when every cell is there."""
     args = vars(parser().parse_args(words))
-    check, out = args.pop("check"), args.pop("out")
-    if not args["cpu"] and not torch.cuda.is_available():
-        print(
-            "error: no CUDA device here: run this on the machine with the GPUs (--cpu tries it without)",
-            file=sys.stderr,
-        )
+    out = args.pop("out")
+    if not args["cpu"] and not require_gpu.found():
         return 2
     args["contexts"] = args["contexts"] or (CPU_CONTEXTS if args["cpu"] else CONTEXTS)
     if args["cpu"]:
@@ -307,8 +302,6 @@ def main(words: Sequence[str] | None = None) -> int:
     if not args["model"]:
         print("error: --model is missing: `make bench-e2e MODEL=... [DRAFT=...]`", file=sys.stderr)
         return 2
-    if check:
-        return 0
     if importlib.util.find_spec("datasets") is None:
         print("error: upstream's bench_serving imports the package `datasets`: pip install datasets", file=sys.stderr)
         return 2

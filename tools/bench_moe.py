@@ -24,7 +24,7 @@ from tools import bench_server, server, tiny_model
 BIAS_STD = 0.15
 """Of the selection bias, against scores of 0.5 give or take what the random router makes of them."""
 VOCABULARY = 2048
-REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 32, 200, 64
+REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 16, 100, 32
 SERVER_FLAGS = shlex.split(
     "--expert-distribution-recorder-mode stat --max-total-tokens 16384 --context-length 2048 --max-running-requests 32"
 )
