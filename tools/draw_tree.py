@@ -30,7 +30,9 @@ def best_step(pair: Path, prompt: list[int], output: list[int], budget: int = 16
         logits = draft_logits(drafter.float(), target, ids, anchors, target_features(target, ids)[0])[0]
     log_probs, candidates = logits.log_softmax(-1).topk(topk)
     tree = trees.build_trees(ids[0, anchors], candidates, log_probs, budget)
-    path = trees.walk(tree, following(tree, ids[0], anchors), BLOCK_SIZE - 1)
+    no_slots = torch.zeros_like(tree.tokens)
+    choices = following(tree, ids[0], anchors)
+    path = trees.walk(tree.tokens, tree.parents, choices, no_slots, anchors, BLOCK_SIZE - 1)
     row = int(path.commit_lens.argmax())
     names = PreTrainedTokenizerFast.from_pretrained(pair / "target").batch_decode(tree.tokens[row][:, None])
     return trees.draw(tree, row, names, set(path.nodes[row, : path.commit_lens[row]].tolist()))

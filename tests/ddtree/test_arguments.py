@@ -52,7 +52,6 @@ REFUSED = [
     ("--speculative-accept-threshold-single", "0.5"),
     ("--speculative-accept-threshold-acc", "0.5"),
     ("--speculative-use-rejection-sampling",),
-    ("--speculative-draft-window-size", "64"),
     ("--enable-two-batch-overlap",),
     ("--enable-lora",),
     ("--enable-return-routed-experts",),

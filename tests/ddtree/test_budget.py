@@ -1,13 +1,12 @@
-"""The width policy on made-up costs and acceptances."""
+"""The width policy on made-up costs, trees and acceptances."""
 
 from __future__ import annotations
 
-import random
-
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_sm120.ddtree.budget import PROBE_SHARE, StepCosts, WidthPolicy, offered_widths
+from sglang_sm120.ddtree.budget import PROBE_SHARE, Belief, StepCosts, WidthPolicy, offered_widths
 
 WIDTHS = [1, 8, 9, 17, 33, 65]
 
@@ -16,15 +15,35 @@ def costs(per_node: float, per_token: float = 0.0) -> StepCosts:
     return StepCosts({w: {b: (1.0 + per_node * w * b, per_token) for b in (1, 4, 16)} for w in WIDTHS})
 
 
-def run(policy: WidthPolicy, chance: list[float], steps: int, batch_size: int = 4, context: int = 1000, seed: int = 0):
-    """Serve `steps` steps of requests whose node i is accepted with probability chance[i]; the widths chosen."""
-    rng, chosen = random.Random(seed), []
-    for _ in range(steps):
-        width = policy.choose(batch_size, context)
-        chosen.append(width)
-        counts = [sum(rng.random() < chance[i] for _ in range(batch_size)) for i in range(width)]
-        policy.observe(width, counts, batch_size)
-    return chosen
+class Traffic:
+    """Requests whose trees have nodes of probability `decay ** i`, jittered, accepted with `trust * p ** bend`."""
+
+    def __init__(self, decay: float, trust: float = 1.0, bend: float = 1.0, batch_size: int = 4, seed: int = 0) -> None:
+        self.decay, self.trust, self.bend, self.batch_size = decay, trust, bend, batch_size
+        self._rng = np.random.default_rng(seed)
+
+    def trees(self, count: int) -> np.ndarray:
+        jitter = self._rng.lognormal(0.0, 0.3, size=(count, max(WIDTHS)))
+        return -np.sort(-np.minimum(1.0, self.decay ** np.arange(max(WIDTHS)) * jitter), axis=1)
+
+    def chances(self, trees: np.ndarray) -> np.ndarray:
+        return np.minimum(1.0, self.trust * trees**self.bend)
+
+    def serve(self, policy: WidthPolicy, steps: int, context: int = 1000) -> list[int]:
+        """The widths chosen over so many steps."""
+        chosen = []
+        for _ in range(steps):
+            width = policy.choose(self.batch_size, context)
+            trees = self.trees(self.batch_size)
+            accepted = self._rng.random(trees.shape) < self.chances(trees)
+            policy.observe(width, trees if width > 1 else None, accepted, self.batch_size)
+            chosen.append(width)
+        return chosen
+
+    def tokens(self) -> dict[int, float]:
+        """Expected tokens a request and step, by width."""
+        chance = self.chances(self.trees(4000)).mean(0)
+        return {width: 1 + chance[1:width].sum() for width in WIDTHS}
 
 
 def test_offered_widths_are_few_and_cover_block_and_budget():
@@ -34,47 +53,47 @@ def test_offered_widths_are_few_and_cover_block_and_budget():
 
 
 def test_falls_to_no_speculation_when_nothing_is_accepted():
-    policy = WidthPolicy(WIDTHS, costs(per_node=0.01))
-    chosen = run(policy, [0.0] * 65, 2000)
-    assert set(chosen[-200:]) <= {1, 65} and chosen[-200:].count(1) > 195
+    chosen = Traffic(0.9, trust=0.0).serve(WidthPolicy(WIDTHS, costs(per_node=0.01)), 2000)
+    assert set(chosen[-200:]) <= {1, 8} and chosen[-200:].count(1) > 150
 
 
 def test_takes_the_widest_tree_when_width_is_free():
-    policy = WidthPolicy(WIDTHS, costs(per_node=0.0))
-    assert run(policy, [0.9**i for i in range(65)], 300)[-1] == 65
+    assert Traffic(0.9).serve(WidthPolicy(WIDTHS, costs(per_node=0.0)), 300)[-1] == 65
 
 
 def test_larger_batches_get_narrower_trees():
-    chance = [0.8**i for i in range(65)]
     picks = []
     for batch_size in (1, 4, 16):
-        policy = WidthPolicy(WIDTHS, costs(per_node=0.05))
-        picks.append(run(policy, chance, 500, batch_size)[-1])
+        chosen = Traffic(0.8, batch_size=batch_size).serve(WidthPolicy(WIDTHS, costs(per_node=0.05)), 500)
+        picks.append(np.median(chosen[-100:]))
     assert picks == sorted(picks, reverse=True) and picks[0] > picks[-1]
 
 
 def test_comes_back_when_drafts_get_good_again():
     policy = WidthPolicy(WIDTHS, costs(per_node=0.002))
-    assert run(policy, [0.0] * 65, 1000)[-1] == 1
-    assert run(policy, [0.9**i for i in range(65)], 4000)[-1] > 8
+    assert Traffic(0.9, trust=0.0).serve(policy, 1000)[-1] in (1, 8)
+    assert np.median(Traffic(0.9).serve(policy, 4000)[-100:]) > 8
 
 
-@pytest.mark.xfail(
-    reason="known shortfall: where a probe costs several plain steps, 800 steps teach too little and a good tree is "
-    "left unused (per_node 0.0625, decay 0.875, batch 5: 14% slower than the best width)"
+@settings(max_examples=60, deadline=None)
+@given(
+    per_node=st.floats(0.0, 0.2),
+    decay=st.floats(0.1, 0.95),
+    trust=st.floats(0.0, 2.0),
+    bend=st.floats(0.5, 2.0),
+    batch_size=st.integers(1, 16),
+    context=st.integers(0, 200_000),
 )
-@settings(max_examples=10, deadline=None)
-@given(st.floats(0.0, 0.2), st.floats(0.1, 0.95), st.integers(1, 16), st.integers(0, 200_000))
-def test_close_to_the_best_fixed_width(per_node, decay, batch_size, context):
-    """After learning, at most 3% fewer tokens per second than the best width, probes included."""
-    chance = [decay**i for i in range(65)]
+def test_close_to_the_best_fixed_width(per_node, decay, trust, bend, batch_size, context):
+    """After learning, at most 3% slower than the best width, probes included, however wrong the drafter's figures."""
+    traffic = Traffic(decay, trust, bend, batch_size)
     policy = WidthPolicy(WIDTHS, costs(per_node, per_token=1e-6))
-    run(policy, chance, 800, batch_size, context)
-    chosen = run(policy, chance, 600, batch_size, context, seed=1)
+    traffic.serve(policy, 800, context)
+    chosen, tokens = traffic.serve(policy, 600, context), traffic.tokens()
 
-    def speed(widths):
-        tokens = sum(1 + sum(chance[1:w]) for w in widths)
-        return tokens / sum(policy.costs.estimate(w, batch_size, context) for w in widths)
+    def speed(widths: list[int]) -> float:
+        seconds = sum(policy.costs.estimate(w, batch_size, context) for w in widths)
+        return sum(tokens[w] for w in widths) / seconds
 
     assert speed(chosen) >= 0.97 * max(speed([w]) for w in WIDTHS)
 
@@ -83,9 +102,10 @@ def test_close_to_the_best_fixed_width(per_node, decay, batch_size, context):
 @given(st.floats(0.0, 0.5), st.floats(0.0, 0.9))
 def test_probing_stays_within_its_share(per_node, decay):
     policy = WidthPolicy(WIDTHS, costs(per_node))
-    policy.hits = [decay**i for i in range(65)]
+    Traffic(decay).serve(policy, 20)
+    policy._debt_seconds = 0.0
     spent = extra = 0.0
-    for _ in range(3000):
+    for _ in range(1000):
         best = max(WIDTHS, key=lambda w: policy.tokens_per_second(w, 4, 0))
         width = policy.choose(4, 0)
         spent += policy.costs.estimate(best, 4, 0)
@@ -93,7 +113,22 @@ def test_probing_stays_within_its_share(per_node, decay):
     assert extra <= PROBE_SHARE * spent + 1e-6
 
 
-@pytest.mark.parametrize("batch_size, size", [(1, 1), (2, 4), (16, 16), (40, 16)])
-def test_cost_takes_the_next_measured_batch(batch_size, size):
+def test_belief_learns_each_halving_and_guesses_the_next():
+    belief, rng = Belief(), np.random.default_rng(0)
+    for _ in range(200):
+        probabilities = rng.uniform(0.1, 1.0, size=(4, 8))
+        belief.learn(probabilities, rng.random((4, 8)) < probabilities**2)
+    assert belief.rates(np.array([0.9, 0.3, 0.15])) == pytest.approx([0.81, 0.09, 0.0225], rel=0.35)
+    assert belief.rates(np.array([0.01]))[0] < 0.005, "far below what was seen, the last ratio seen holds"
+
+
+@pytest.mark.parametrize("batch_size, expected", [(1, 1.0), (2, 2.0), (16, 16.0), (40, 40.0)])
+def test_cost_is_a_line_between_measured_batches(batch_size, expected):
     table = StepCosts({8: {b: (float(b), 0.5) for b in (1, 4, 16)}})
-    assert table.estimate(8, batch_size, 10) == size + 5.0
+    assert table.estimate(8, batch_size, 0) == pytest.approx(expected)
+    assert table.estimate(8, 4, 10) == pytest.approx(9.0)
+
+
+def test_no_width_is_cheaper_than_launching_it():
+    table = StepCosts({1: {1: (1.0, 0.0)}, 8: {1: (5.0, 0.0)}}, floor=3.0)
+    assert (table.estimate(1, 1, 0), table.estimate(8, 1, 0)) == (3.0, 5.0)

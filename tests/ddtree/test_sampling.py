@@ -41,13 +41,16 @@ def draft_tree(topk: int, budget: int) -> T.DraftTree:
 
 
 def repeat(tree: T.DraftTree) -> T.DraftTree:
-    return T.DraftTree(
-        *(getattr(tree, f).repeat_interleave(DRAWS, 0) for f in ("tokens", "parents", "depths", "words"))
-    )
+    return T.DraftTree(*(part.repeat_interleave(DRAWS, 0) for part in tree.parts()))
+
+
+def walk(tree: T.DraftTree, choices: torch.Tensor) -> T.Path:
+    many = repeat(tree)
+    return T.walk(many.tokens, many.parents, choices, torch.zeros_like(many.tokens), torch.zeros(DRAWS), DEPTH)
 
 
 def sampled_walk(tree: T.DraftTree, probs: torch.Tensor) -> T.Path:
-    return T.walk(repeat(tree), torch.multinomial(probs, DRAWS, replacement=True).T.contiguous(), DEPTH)
+    return walk(tree, torch.multinomial(probs, DRAWS, replacement=True).T.contiguous())
 
 
 def biased_walk(tree: T.DraftTree, probs: torch.Tensor) -> T.Path:
@@ -58,7 +61,7 @@ def biased_walk(tree: T.DraftTree, probs: torch.Tensor) -> T.Path:
     for node in range(1, tree.width):
         child_tokens[tree.parents[0, node], tree.tokens[0, node]] = True
     missed = ~child_tokens[torch.arange(tree.width), choices]
-    return T.walk(repeat(tree), torch.where(missed, again, choices), DEPTH)
+    return walk(tree, torch.where(missed, again, choices))
 
 
 def p_value(path: T.Path, temperature: float) -> float:
@@ -131,5 +134,5 @@ def test_the_worker_draws_what_the_walk_needs(temperature):
     logits = torch.stack([target_logits()[tuple(context_of(tree, node))] for node in range(tree.width)])
     sampler = types.SimpleNamespace(_sample_from_probs=functools.partial(Sampler._sample_from_probs, None))
     choices = choose(logits.repeat(DRAWS, 1), torch.zeros(DRAWS * tree.width), sampling, sampler, tree.width)
-    path = T.walk(repeat(tree), choices.view(DRAWS, tree.width), DEPTH)
+    path = walk(tree, choices.view(DRAWS, tree.width))
     assert p_value(path, temperature) > SIGNIFICANCE

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_schedule
 from torch import Tensor
 
 from sglang_sm120.ddtree.budget import StepCosts, WidthPolicy, offered_widths
@@ -18,15 +19,55 @@ from sglang_sm120.ddtree.verify import TreeVerifyInput
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from sglang_sm120.ddtree.tree import Path
+    from sglang_sm120.ddtree.tree import DraftTree, Path
     from sglang_sm120.ddtree.worker import DDTreeWorker
 
 SHORT_CONTEXT_TOKENS = 64
 BATCH_SIZES = (1, 4, 16, 64)
-# Repeats of a measurement, and context tokens of a batch in the long one: a CPU is for trying it out.
-EFFORT = {"cuda": (5, 131_072), "cpu": (1, 2048)}
-# Counts are read this many steps later: under overlap scheduling their step is over then on every rank, without a wait.
+# Context tokens of a batch in the long measurement: a CPU is for trying it out.
+CONTEXT_TOKENS = {"cuda": 131_072, "cpu": 2048}
+# Steps a measurement, and what the device spins first, so that the host has launched them all when they are timed.
+REPEATS, HEAD_START_CYCLES = 5, 40_000_000
+# Results are read this many steps later: under overlap scheduling their step is over then on every rank.
 LAG_STEPS = 2
+# Step times are looked at over so many steps; one this much longer than its device part was held up by the host.
+PACE_STEPS, HOST_BOUND = 32, 1.15
+
+
+@dataclass
+class _Outcome:
+    """A step on its way to the host: its width, path nodes `[B, D + 1]`, and drafter's log-probabilities `[B, Q]`."""
+
+    width: int
+    nodes: Tensor
+    masses: Tensor | None
+    arrived: Any
+
+    @classmethod
+    def send(cls, width: int, nodes: Tensor, masses: Tensor | None) -> _Outcome:
+        """Start the copies."""
+        if not nodes.is_cuda:
+            return cls(width, nodes, masses, None)
+        nodes, masses = (None if part is None else _to_pinned(part) for part in (nodes, masses))
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(width, nodes, masses, arrived)
+
+    def read(self) -> tuple[np.ndarray | None, np.ndarray]:
+        """Probabilities of the nodes, and which were accepted; `[B, Q]` both."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        nodes = self.nodes.numpy()
+        width = self.width if self.masses is None else self.masses.shape[1]
+        accepted = np.zeros((len(nodes), width), dtype=bool)
+        np.put_along_axis(accepted, nodes, True, axis=1)
+        return None if self.masses is None else np.exp(self.masses.numpy()), accepted
+
+
+def _to_pinned(values: Tensor) -> Tensor:
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    on_host.copy_(values, non_blocking=True)
+    return on_host
 
 
 class AdaptiveWidth:
@@ -35,37 +76,53 @@ class AdaptiveWidth:
     def __init__(self, worker: DDTreeWorker) -> None:
         self.worker = worker
         self.runner = worker.model_runner
-        self._repeats, self._context_tokens = EFFORT[torch.device(worker.device).type]
+        device = torch.device(worker.device).type
+        self._context_tokens = CONTEXT_TOKENS[device]
         widths = offered_widths(worker.block_size, worker.widest)
         self._graphs = {width: self._graph(width) for width in widths}
-        self._pending: deque[tuple[int, int, Tensor, Any]] = deque()
+        self._pending: deque[_Outcome] = deque()
         self.policy = WidthPolicy(widths, self._measure(widths))
+        self._host_is_hidden = device == "cuda" and not get_schedule().disable_overlap_schedule
+        self._pace: list[tuple[float, float]] = []
+        self._last: tuple[float, float] | None = None
 
     def choose(self, batch: ScheduleBatch) -> int:
         """The width for this step; makes its graph the current one."""
         while len(self._pending) > LAG_STEPS:
-            width, batch_size, counts, copied = self._pending.popleft()
-            if copied is not None:
-                copied.synchronize()
-            self.policy.observe(width, counts.tolist(), batch_size)
+            outcome = self._pending.popleft()
+            probabilities, accepted = outcome.read()
+            self.policy.observe(outcome.width, probabilities, accepted, len(accepted))
         lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
-        width = self.policy.choose(len(lens), int(lens.sum()))
+        batch_size, context_tokens = len(lens), int(lens.sum())
+        width = self.policy.choose(batch_size, context_tokens)
+        if self._host_is_hidden:
+            self._watch_pace(self.policy.costs.on_device(width, batch_size, context_tokens))
         self._use(width)
         return width
 
-    def record(self, path: Path, width: int) -> None:
-        """Count the accepted nodes of this step, and start their way to the host."""
-        inside = torch.arange(path.nodes.shape[1], device=path.nodes.device) < path.commit_lens[:, None]
-        counts = torch.zeros(width, dtype=torch.int32, device=path.nodes.device)
-        counts.scatter_add_(0, path.nodes.flatten(), inside.flatten().int())
-        copied = None
-        if counts.is_cuda:
-            on_host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            on_host.copy_(counts, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            counts = on_host
-        self._pending.append((width, len(path.nodes), counts, copied))
+    def record(self, path: Path, drafted: DraftTree, width: int) -> None:
+        """Start the way of what was drafted and accepted to the host."""
+        self._pending.append(_Outcome.send(width, path.nodes, drafted.masses if width > 1 else None))
+
+    def _watch_pace(self, device_seconds: float) -> None:
+        """Learn how fast the host launches steps, from those that took longer than their device part.
+
+        The shortest of some steps counts, as prompts come between others. Rank 0's figure holds for all ranks.
+        """
+        now = time.perf_counter()
+        if self._last is not None:
+            begun, expected = self._last
+            self._pace.append((now - begun, expected))
+        self._last = now, device_seconds
+        if len(self._pace) < PACE_STEPS:
+            return
+        taken, expected = min(self._pace)
+        self._pace.clear()
+        costs = self.policy.costs
+        costs.floor = taken if taken > HOST_BOUND * expected else min(costs.floor, taken)
+        group = get_parallel().tp_group
+        if group.world_size > 1:
+            costs.floor = group.broadcast_object(costs.floor, src=0)
 
     def _use(self, width: int) -> None:
         self.runner.decode_cuda_graph_runner = self._graphs[width]
@@ -83,7 +140,8 @@ class AdaptiveWidth:
         sizes = sorted({min(size, limit) for size in BATCH_SIZES})
         seconds = {width: {size: self._line(width, size) for size in sizes} for width in widths}
         self._use(self.worker.widest)
-        self.runner.req_to_token_pool.req_to_token.zero_()
+        for runner in (self.runner, self.worker.draft_model_runner):
+            runner.req_to_token_pool.req_to_token.zero_()
         group = get_parallel().tp_group
         if group.world_size > 1:
             seconds = group.broadcast_object(seconds, src=0)
@@ -99,33 +157,41 @@ class AdaptiveWidth:
         return max(near - slope * batch_size * short, 1e-9), slope
 
     def _seconds(self, width: int, batch_size: int, context_tokens: int) -> float:
+        """Device seconds of one step, host time hidden as overlap scheduling hides it; on a CPU, seconds."""
         self._use(width)
-        times = []
-        for _ in range(self._repeats):
-            self._synchronize()
-            begin = time.perf_counter()
+
+        def step() -> None:
             if width > 1:
                 self._dummy_forward(self.worker.draft_model_runner, self.worker.block_size, batch_size, context_tokens)
             self._dummy_forward(self.runner, width, batch_size, context_tokens)
-            self._synchronize()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times)
 
-    def _synchronize(self) -> None:
-        if self.worker.device != "cpu":
-            torch.cuda.synchronize()
+        step()
+        if self.worker.device == "cpu":
+            begin = time.perf_counter()
+            step()
+            return time.perf_counter() - begin
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        begin.record()
+        for _ in range(REPEATS):
+            step()
+        end.record()
+        end.synchronize()
+        return 1e-3 * begin.elapsed_time(end) / REPEATS
 
     def _dummy_forward(self, runner: Any, width: int, batch_size: int, context_tokens: int) -> None:
         """A verify-mode pass of `width` tokens a request over slots that hold nothing yet."""
+        is_draft = runner is self.worker.draft_model_runner
+        if is_draft and self.worker.use_compact_draft_cache:
+            context_tokens = min(context_tokens, self.worker.draft_window_size)
         device, end = self.worker.device, context_tokens + width
-        table = self.runner.req_to_token_pool.req_to_token
+        table = runner.req_to_token_pool.req_to_token
         table[:batch_size, :end] = 1 + torch.arange(batch_size * end, dtype=table.dtype, device=device).view(-1, end)
         rows = torch.arange(batch_size, device=device)
         lens = torch.full((batch_size,), context_tokens, dtype=torch.int64, device=device)
         slots = table[:batch_size, context_tokens:end].flatten().long()
         host_lens = torch.full((batch_size,), end, dtype=torch.int32)
         ids = torch.zeros(batch_size * width, dtype=torch.int64, device=device)
-        is_draft = runner is self.worker.draft_model_runner
         spec_info = (
             self.worker._draft_block_spec_info
             if is_draft

@@ -124,7 +124,6 @@ _REFUSALS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "--enable-return-routed-experts": (lambda a: a.enable_return_routed_experts, "leave it out"),
     "--enable-return-indexer-topk": (lambda a: a.enable_return_indexer_topk, "leave it out"),
     "--enable-watermark": (lambda a: a.enable_watermark, "leave it out"),
-    "--speculative-draft-window-size": (lambda a: a.speculative_draft_window_size is not None, "leave it out"),
     "--speculative-use-rejection-sampling": (
         lambda a: a.speculative_use_rejection_sampling,
         "leave it out: the tree walk already follows the target's distribution",

@@ -1,35 +1,86 @@
-"""Which verify width pays: expected tokens per second, from acceptance seen so far and step times measured at start-up.
+"""Which verify width pays: expected tokens per second, from the drafter's probabilities and measured step times.
 
-A smaller best-first tree is the beginning of a larger one, so one statistic serves all widths: `hits[i]`, how often
-node i of the tree was on the accepted path. A step of width w commits `1 + hits[1] + ... + hits[w - 1]` tokens on
-average. Width 1 is no speculation. The width of the draft block is the smallest tree; it takes the chain's nodes
-wherever the drafter is sure, at the chain's cost.
+A smaller best-first tree is the beginning of a larger one, and every draft builds the largest. So each step that drafts
+shows what every width would have offered, verified or not: the probability of node i by the drafter. How far to believe
+it is learned from the nodes that were verified, by halvings of probability; what holds for one halving is the first
+guess for the next. A step of width w commits `1 + rate[1] + ... + rate[w - 1]` tokens a request on average. Width 1 is
+no speculation. The width of the draft block is the smallest tree; it takes the chain's nodes wherever the drafter is
+sure, at the chain's cost.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# Half of the weight is on the last so many requests; a step of 8 says more than a step of 1.
-MEMORY_REQUESTS = 1024
-# Part of the time that may go to steps wider than the best one, to learn what their last nodes are worth.
+import numpy as np
+
+# Half of the weight is on the last so many requests that were verified, and for the trees' probabilities on the last
+# so many that took a step; a step of 8 says more than a step of 1.
+BELIEF_REQUESTS, TREE_REQUESTS = 512, 128
+# The most that one step says about the trees of the next ones.
+MAX_STEP_WEIGHT = 0.25
+# Halvings of probability told apart, and how many expected hits the first guess for one weighs.
+HALVINGS, GUESS_HITS = 12, 4.0
+# So many requests are verified at the widest before anything is chosen.
+FIRST_REQUESTS = 32
+# Part of the time that may go to steps wider than the best one, to see how good its further nodes are now.
 PROBE_SHARE = 0.01
-# Before anything was seen, each further node is on the path this much less often than the one before.
-PRIOR_DECAY, PRIOR_REQUESTS = 0.7, 8
 
 
 @dataclass
 class StepCosts:
-    """Seconds of a whole step: `seconds[width][batch] = (at no context, more per context token of the batch)`."""
+    """Seconds of a whole step: `seconds[width][batch] = (at no context, more per context token of the batch)`.
+
+    `floor`: seconds that a step takes at any width, since the host cannot launch faster.
+    """
 
     seconds: dict[int, dict[int, tuple[float, float]]]
+    floor: float = 0.0
+
+    def on_device(self, width: int, batch_size: int, context_tokens: int) -> float:
+        """Device seconds of a step of `batch_size` requests with `context_tokens` in all.
+
+        Between measured batch sizes a line, past the largest one its cost a request.
+        """
+        measured = self.seconds[width]
+        sizes = sorted(measured)
+        costs = [base + per_token * context_tokens for base, per_token in (measured[size] for size in sizes)]
+        if batch_size > sizes[-1]:
+            return costs[-1] * batch_size / sizes[-1]
+        return float(np.interp(batch_size, sizes, costs))
 
     def estimate(self, width: int, batch_size: int, context_tokens: int) -> float:
-        """Cost of a step of `batch_size` requests with `context_tokens` in all; takes the next batch size measured."""
-        measured = self.seconds[width]
-        size = min((b for b in measured if b >= batch_size), default=max(measured))
-        base, per_token = measured[size]
-        return base + per_token * context_tokens
+        """Seconds of a step, launching included."""
+        return max(self.floor, self.on_device(width, batch_size, context_tokens))
+
+
+@dataclass
+class Belief:
+    """How often a node is accepted, over what the drafter says, for each halving of the probability it gives."""
+
+    _hits: np.ndarray = field(init=False, default_factory=lambda: np.zeros(HALVINGS))
+    _said: np.ndarray = field(init=False, default_factory=lambda: np.zeros(HALVINGS))
+
+    def learn(self, probabilities: np.ndarray, accepted: np.ndarray) -> None:
+        """From verified nodes `[B, n]`: the drafter's probability of each, and whether it was on the path."""
+        fade = 0.5 ** (len(probabilities) / BELIEF_REQUESTS)
+        at = _halving(probabilities).ravel()
+        self._hits = fade * self._hits + np.bincount(at, accepted.ravel(), HALVINGS)
+        self._said = fade * self._said + np.bincount(at, probabilities.ravel(), HALVINGS)
+
+    def rates(self, probabilities: np.ndarray) -> np.ndarray:
+        """Expected acceptance of nodes of any shape."""
+        ratios, ratio = np.empty(HALVINGS), 1.0
+        for at in range(HALVINGS):
+            ratio = (self._hits[at] + GUESS_HITS * ratio) / (self._said[at] + GUESS_HITS)
+            ratios[at] = ratio
+        return np.minimum(1.0, probabilities * ratios[_halving(probabilities)])
+
+
+def _halving(probabilities: np.ndarray) -> np.ndarray:
+    """0 for probabilities above 1/2, 1 above 1/4, and so on."""
+    halvings = -np.log2(np.maximum(probabilities, 0.5**HALVINGS))
+    return np.minimum(halvings.astype(np.int64), HALVINGS - 1)
 
 
 @dataclass
@@ -38,41 +89,52 @@ class WidthPolicy:
 
     widths: list[int]
     costs: StepCosts
-    hits: list[float] = field(init=False)
-    _seen_requests: list[int] = field(init=False)
+    belief: Belief = field(init=False, default_factory=Belief)
+    rates: np.ndarray = field(init=False)
+    _verified: int = field(init=False, default=0)
+    _since_draft: int = field(init=False, default=0)
     _debt_seconds: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:  # noqa: D105
-        self.hits = [PRIOR_DECAY**i for i in range(max(self.widths))]
-        self._seen_requests = [PRIOR_REQUESTS] * max(self.widths)
+        self.rates = np.zeros(max(self.widths))
 
     def expected_tokens(self, width: int) -> float:
         """Committed tokens a request and step."""
-        return 1.0 + sum(self.hits[1:width])
+        return 1.0 + float(self.rates[1:width].sum())
 
     def tokens_per_second(self, width: int, batch_size: int, context_tokens: int) -> float:
         """Of the whole batch."""
         return batch_size * self.expected_tokens(width) / self.costs.estimate(width, batch_size, context_tokens)
 
     def choose(self, batch_size: int, context_tokens: int) -> int:
-        """The width for a step, by expected tokens per second; now and then the widest, to see its last nodes."""
+        """The width for a step, by expected tokens per second; now and then the next wider one, to see its nodes."""
+        if self._verified < FIRST_REQUESTS:
+            return max(self.widths)
         best = max(self.widths, key=lambda w: self.tokens_per_second(w, batch_size, context_tokens))
-        widest = max(self.widths)
+        wider = min((w for w in self.widths if w > best), default=best)
         spent = self.costs.estimate(best, batch_size, context_tokens)
-        extra = self.costs.estimate(widest, batch_size, context_tokens) - spent
+        extra = self.costs.estimate(wider, batch_size, context_tokens) - spent
         self._debt_seconds += PROBE_SHARE * spent
-        if best != widest and extra <= self._debt_seconds:
+        if wider != best and extra <= self._debt_seconds:
             self._debt_seconds -= max(extra, 0.0)
-            return widest
+            return wider
         return best
 
-    def observe(self, width: int, path_counts: list[int], batch_size: int) -> None:
-        """Learn from a step: `path_counts[i]` of its `batch_size` requests accepted node i, for i below `width`."""
-        recent = 1 - 0.5 ** (batch_size / MEMORY_REQUESTS)
-        for i in range(1, width):
-            self._seen_requests[i] += batch_size
-            weight = max(recent, batch_size / self._seen_requests[i])
-            self.hits[i] += weight * (path_counts[i] / batch_size - self.hits[i])
+    def observe(self, width: int, probabilities: np.ndarray | None, accepted: np.ndarray, batch_size: int) -> None:
+        """Learn from a step of `batch_size` requests.
+
+        probabilities: `[B, max(widths)]` of the tree's nodes by the drafter; None if nothing was drafted.
+        accepted: `[B, max(widths)]` bool, whether a node was on the path; those below `width` count.
+        """
+        self._since_draft += batch_size
+        if probabilities is None:
+            return
+        self.belief.learn(probabilities[:, 1:width], accepted[:, 1:width])
+        weight = min(MAX_STEP_WEIGHT, 1 - 0.5 ** (self._since_draft / TREE_REQUESTS))
+        weight = max(weight, batch_size / (self._verified + batch_size))
+        self.rates += weight * (self.belief.rates(probabilities).mean(0) - self.rates)
+        self._verified += batch_size
+        self._since_draft = 0
 
 
 def offered_widths(block_size: int, widest: int) -> list[int]:

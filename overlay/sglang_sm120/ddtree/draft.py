@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from sglang.srt.models.dflash import candidate_topk
 from torch import Tensor, nn
 
-from sglang_sm120.attention.reference import mask_words
-from sglang_sm120.ddtree.tree import DraftTree, build_trees
+from sglang_sm120.ddtree.tree import DraftTree, build_trees, empty_trees
 
 
 @dataclass
@@ -25,13 +24,13 @@ class TreeDrafter:
     topk: int
     budget: int
 
-    def build(self, hidden: Tensor, roots: Tensor) -> DraftTree:
+    def build(self, hidden: Tensor, roots: Tensor, out: DraftTree | None = None) -> DraftTree:
         """Trees for block outputs `hidden [B * block, H]`; a block's position 0 is the root and predicts nothing."""
         hidden = hidden.view(-1, self.block_size, hidden.shape[-1])[:, 1:]
         batch, depth = hidden.shape[:2]
         ids, values, normalizer = candidate_topk(hidden.flatten(0, 1), self.lm_head, self.topk, with_partition=True)
         log_probs = values.float() - normalizer.float().view(-1, 1)
-        return build_trees(roots, ids.view(batch, depth, -1), log_probs.view(batch, depth, -1), self.budget)
+        return build_trees(roots, ids.view(batch, depth, -1), log_probs.view(batch, depth, -1), self.budget, out)
 
 
 class CapturedDrafter:
@@ -42,21 +41,13 @@ class CapturedDrafter:
 
     def __init__(self, drafter: TreeDrafter, max_batch_size: int, device: torch.device) -> None:
         self.drafter = drafter
-        shape = (max_batch_size, drafter.budget + 1)
-        self._trees = DraftTree(
-            tokens=torch.zeros(shape, dtype=torch.int64, device=device),
-            parents=torch.zeros(shape, dtype=torch.int32, device=device),
-            depths=torch.zeros(shape, dtype=torch.int32, device=device),
-            words=torch.zeros((*shape, mask_words(shape[1])), dtype=torch.int32, device=device),
-        )
+        self._trees = empty_trees(max_batch_size, drafter.budget + 1, device)
 
     def __call__(self, hidden_states: Tensor, input_ids: Tensor) -> None:
         """Called under capture with all block outputs and block ids."""
-        roots = input_ids.view(-1, self.drafter.block_size)[:, 0].contiguous()
-        built = self.drafter.build(hidden_states, roots)
-        for part in fields(DraftTree):
-            getattr(self._trees, part.name)[: len(roots)].copy_(getattr(built, part.name))
+        roots = input_ids.view(-1, self.drafter.block_size)[:, 0]
+        self.drafter.build(hidden_states, roots, self._trees.rows(len(roots)))
 
     def trees(self, batch_size: int) -> DraftTree:
         """The trees of the last replay."""
-        return DraftTree(*(getattr(self._trees, part.name)[:batch_size] for part in fields(DraftTree)))
+        return self._trees.rows(batch_size)

@@ -4,8 +4,9 @@ A block drafter gives one token distribution a position. The tree holds the most
 of those distributions: best-first search pops the best candidate, which offers its next sibling and its first child.
 
 ```
- log-probs [B, D, K] --build_trees--> DraftTree [B, Q] --verify--> choices [B, Q] --walk--> Path [B, D + 1]
- ids       [B, D, K]                  (root + budget)              (argmax, or a sample a node)
+ Window [B, Q] ──────────────┬─ slots the nodes are written to ─────────────────────────────┐
+ log-probs [B, D, K] ─build_trees─► DraftTree [B, Q] ─stage, verify─► choices [B, Q] ─walk─► Path [B, D + 1]
+ ids       [B, D, K]                (root + budget)                   (argmax, or a sample a node)
 ```
 
 Candidates are ordered by mass (sum of float32 log-probabilities), then smaller depth, rank and parent index; the order
@@ -42,12 +43,14 @@ class DraftTree:
     parents: `[B, Q]` int32 index of the parent, -1 for the root and for padding.
     depths: `[B, Q]` int32, 0 for the root and for padding.
     words: `[B, Q, ceil(Q / 32)]` int32, ancestor bitmask: bit j of a row is set where node j is visible, itself too.
+    masses: `[B, Q]` float32 log-probability of the prefix that ends in a node, by the drafter; -inf for padding.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     words: Tensor
+    masses: Tensor
 
     @property
     def width(self) -> int:
@@ -56,7 +59,28 @@ class DraftTree:
 
     def first(self, width: int) -> DraftTree:
         """The trees of budget `width - 1`: a best-first tree is the beginning of every larger one. Views."""
-        return DraftTree(*(part[:, :width] for part in (self.tokens, self.parents, self.depths, self.words)))
+        return DraftTree(*(part[:, :width] for part in self.parts()))
+
+    def rows(self, count: int) -> DraftTree:
+        """The trees of the first `count` requests. Views."""
+        return DraftTree(*(part[:count] for part in self.parts()))
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order of the fields."""
+        return self.tokens, self.parents, self.depths, self.words, self.masses
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where a step's nodes go, and the block that the drafter fills, F tokens a request.
+
+    slots: `[B, Q]` int64 KV slots after the committed prefix; node i is written to slot i.
+    block_ids, block_positions: `[B, F]` int64, the committed token and F - 1 masks, at chain positions.
+    """
+
+    slots: Tensor
+    block_ids: Tensor
+    block_positions: Tensor
 
 
 @dataclass(frozen=True)
@@ -65,17 +89,22 @@ class Path:
 
     nodes: `[B, D + 1]` int64 tree nodes from the root on; 0 past the end.
     tokens: `[B, D + 1]` int64 committed tokens: the target's choice at each of those nodes; 0 past the end.
+    rows: `[B, D + 1]` int64 the nodes as rows of the verify batch.
+    sources, targets: `[B, D + 1]` int64 slots that the nodes' KV is in and belongs in; target -1 where it is there, or
+        past the end.
     commit_lens: `[B]` int32, at least 1.
+    bonus: `[B]` int64 the last committed token, root of the next tree.
+    ends: `[B]` int64 committed length after this step.
     """
 
     nodes: Tensor
     tokens: Tensor
+    rows: Tensor
+    sources: Tensor
+    targets: Tensor
     commit_lens: Tensor
-
-    @property
-    def bonus(self) -> Tensor:
-        """`[B]` int64: the last committed token, root of the next tree."""
-        return self.tokens.gather(1, self.commit_lens[:, None].long() - 1)[:, 0]
+    bonus: Tensor
+    ends: Tensor
 
 
 def heap_tree(log_probs: np.ndarray, budget: int) -> list[tuple[int, int, int]]:
@@ -104,23 +133,80 @@ def heap_tree(log_probs: np.ndarray, budget: int) -> list[tuple[int, int, int]]:
     return nodes
 
 
-def build_trees(roots: Tensor, ids: Tensor, log_probs: Tensor, budget: int) -> DraftTree:
+def empty_trees(batch: int, width: int, device: torch.device | str) -> DraftTree:
+    """Memory for trees."""
+    return DraftTree(
+        tokens=torch.empty((batch, width), dtype=torch.int64, device=device),
+        parents=torch.empty((batch, width), dtype=torch.int32, device=device),
+        depths=torch.empty((batch, width), dtype=torch.int32, device=device),
+        words=torch.empty((batch, width, mask_words(width)), dtype=torch.int32, device=device),
+        masses=torch.empty((batch, width), dtype=torch.float32, device=device),
+    )
+
+
+def build_trees(roots: Tensor, ids: Tensor, log_probs: Tensor, budget: int, out: DraftTree | None = None) -> DraftTree:
     """Best-first trees of `budget` nodes and a root for each request; no host sync.
 
     roots: `[B]` int64 committed tokens. ids, log_probs: `[B, D, K]` int64 and float, descending along K.
+    out: contiguous memory for the result; new memory where None.
     """
     _check(ids, budget)
     if roots.is_cuda:
         from sglang_sm120.ddtree import kernels
 
-        return kernels.build_trees(roots, ids, log_probs, budget)
-    return build_trees_torch(roots, ids, log_probs, budget)
+        return kernels.build_trees(roots, ids, log_probs, out or empty_trees(len(roots), budget + 1, roots.device))
+    built = build_trees_torch(roots, ids, log_probs, budget)
+    if out is None:
+        return built
+    for target, part in zip(out.parts(), built.parts(), strict=True):
+        target.copy_(part)
+    return out
 
 
 def lone_roots(roots: Tensor) -> DraftTree:
     """Trees of the root alone: a step without speculation."""
     column = torch.zeros((len(roots), 1), dtype=torch.int32, device=roots.device)
-    return DraftTree(roots[:, None], column - 1, column, column[..., None] + 1)
+    return DraftTree(roots[:, None], column - 1, column, column[..., None] + 1, column.float())
+
+
+def open_window(
+    roots: Tensor,
+    prefix_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    *,
+    width: int,
+    block: int,
+    mask_token: int,
+) -> Window:
+    """The step's slots and draft block, from rows that have room for both; no host sync.
+
+    roots, prefix_lens, req_pool_indices: `[B]` integers. req_to_token: `[max_requests, max_context]` int32.
+    """
+    if roots.is_cuda:
+        from sglang_sm120.ddtree import kernels
+
+        return kernels.open_window(roots, prefix_lens, req_pool_indices, req_to_token, width, block, mask_token)
+    positions = prefix_lens[:, None] + torch.arange(max(width, block))
+    slots = req_to_token[req_pool_indices[:, None], positions[:, :width]].long()
+    ids = torch.full((len(roots), block), mask_token)
+    ids[:, 0] = roots
+    return Window(slots, ids, positions[:, :block])
+
+
+def stage(tree: DraftTree, prefix_lens: Tensor, words: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Put trees where the verify pass reads them; no host sync. Returns its token ids and positions, `[B * Q]` int64.
+
+    words: int32 `[>= B * Q, W]`, parents: int32 `[>= B * Q]`; the first rows are overwritten.
+    """
+    if tree.tokens.is_cuda:
+        from sglang_sm120.ddtree import kernels
+
+        return kernels.stage(tree, prefix_lens, words, parents)
+    rows = tree.tokens.numel()
+    words[:rows, : tree.words.shape[2]] = tree.words.flatten(0, 1)
+    parents[:rows] = tree.parents.flatten()
+    return tree.tokens.flatten(), (prefix_lens[:, None] + tree.depths).flatten()
 
 
 def _check(ids: Tensor, budget: int) -> None:
@@ -140,7 +226,8 @@ def build_trees_torch(roots: Tensor, ids: Tensor, log_probs: Tensor, budget: int
     tokens = roots[:, None].repeat(1, width)
     parents = torch.full((batch, width), -1, dtype=torch.int32, device=ids.device)
     depths = torch.zeros_like(parents)
-    masses = torch.zeros((batch, width), dtype=torch.float32, device=ids.device)
+    masses = torch.full((batch, width), -torch.inf, dtype=torch.float32, device=ids.device)
+    masses[:, 0] = 0.0
     frontier = torch.full((batch, width), EMPTY_KEY, dtype=torch.int64, device=ids.device)
 
     def keys(parent: Tensor, depth: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +248,7 @@ def build_trees_torch(roots: Tensor, ids: Tensor, log_probs: Tensor, budget: int
         parent = torch.where(taken, best & (MAX_WIDTH - 1), 0)
         rank = torch.where(taken, best >> PARENT_BITS & (MAX_TOPK - 1), 0)
         depth = torch.where(taken, best >> (PARENT_BITS + RANK_BITS) & MAX_DEPTH, 1)
-        masses[:, node] = keys(parent, depth, rank)[1]
+        masses[:, node] = torch.where(taken, keys(parent, depth, rank)[1], -torch.inf)
         tokens[:, node] = torch.where(taken, ids[rows, depth - 1, rank], roots)
         parents[:, node] = torch.where(taken, parent, -1).int()
         depths[:, node] = torch.where(taken, depth, 0).int()
@@ -169,7 +256,7 @@ def build_trees_torch(roots: Tensor, ids: Tensor, log_probs: Tensor, budget: int
         child = keys(zeros + node, depth + 1, zeros)[0]
         frontier[rows, slot] = torch.where(taken, sibling, EMPTY_KEY)
         frontier[:, node] = torch.where(taken, child, EMPTY_KEY)
-    return DraftTree(tokens, parents, depths, ancestor_words(parents, max_depth))
+    return DraftTree(tokens, parents, depths, ancestor_words(parents, max_depth), masses)
 
 
 def ancestor_words(parents: Tensor, max_depth: int) -> Tensor:
@@ -188,37 +275,61 @@ def ancestor_words(parents: Tensor, max_depth: int) -> Tensor:
     return words.to(torch.uint32).view(torch.int32)
 
 
-def walk(tree: DraftTree, choices: Tensor, max_depth: int) -> Path:
+def walk(
+    tokens: Tensor,
+    parents: Tensor,
+    choices: Tensor,
+    slots: Tensor,
+    prefix_lens: Tensor,
+    max_depth: int,
+    is_live: Tensor | None = None,
+) -> Path:
     """Follow the target's choice from the root while a child carries it; no host sync.
 
+    tokens, parents: `[B, Q]` of the trees. slots: `[B, Q]` int64 of their window. prefix_lens: `[B]`.
     choices: `[B, Q]` int64, the target's token after each node: its argmax, or one sample from its distribution there.
     A sample is drawn at every node without a look at the tree, so what is committed follows the target exactly.
+    is_live: `[1]` int32; where it holds 0 the path is for nobody: no targets, and `commit_lens` of 0.
     """
     if choices.is_cuda:
         from sglang_sm120.ddtree import kernels
 
-        return kernels.walk(tree, choices, max_depth)
-    return walk_torch(tree, choices, max_depth)
+        return kernels.walk(tokens, parents, choices, slots, prefix_lens, max_depth, is_live)
+    return walk_torch(tokens, parents, choices, slots, prefix_lens, max_depth)
 
 
-def walk_torch(tree: DraftTree, choices: Tensor, max_depth: int) -> Path:
+def walk_torch(
+    tokens: Tensor, parents: Tensor, choices: Tensor, slots: Tensor, prefix_lens: Tensor, max_depth: int
+) -> Path:
     """`walk` in torch operations, batched over the requests."""
     batch, width = choices.shape
-    parents = tree.parents.clamp(min=0).long()
-    chosen = (tree.parents >= 0) & (tree.tokens == choices.gather(1, parents))
+    links = parents.clamp(min=0).long()
+    chosen = (parents >= 0) & (tokens == choices.gather(1, links))
     on_path = torch.zeros_like(chosen)
     on_path[:, 0] = True
-    root = on_path.clone()
+    root, depth = on_path.clone(), torch.zeros_like(links)
     for _ in range(max_depth):
-        on_path = root | (chosen & on_path.gather(1, parents))
+        on_path = root | (chosen & on_path.gather(1, links))
+        depth = torch.where(parents >= 0, depth.gather(1, links) + 1, 0)
     past_end = max_depth + 1
     nodes = torch.zeros((batch, past_end + 1), dtype=torch.int64, device=choices.device)
     index = torch.arange(width, device=choices.device).expand(batch, width)
-    nodes.scatter_(1, torch.where(on_path, tree.depths.long(), past_end), index)
+    nodes.scatter_(1, torch.where(on_path, depth, past_end), index)
     nodes = nodes[:, :past_end]
     commit_lens = on_path.sum(1, dtype=torch.int32)
     inside = torch.arange(past_end, device=choices.device) < commit_lens[:, None]
-    return Path(nodes, torch.where(inside, choices.gather(1, nodes), 0), commit_lens)
+    path_tokens = torch.where(inside, choices.gather(1, nodes), 0)
+    sources, targets = slots.gather(1, nodes), slots[:, :past_end]
+    return Path(
+        nodes=nodes,
+        tokens=path_tokens,
+        rows=nodes + torch.arange(batch, device=nodes.device)[:, None] * width,
+        sources=sources,
+        targets=torch.where(inside & (sources != targets), targets, -1),
+        commit_lens=commit_lens,
+        bonus=path_tokens.gather(1, commit_lens[:, None].long() - 1)[:, 0],
+        ends=prefix_lens + commit_lens,
+    )
 
 
 def links(tree: DraftTree) -> tuple[Tensor, Tensor]:

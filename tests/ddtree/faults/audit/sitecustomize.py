@@ -92,7 +92,8 @@ audit, _walk = Audit(), tree.walk
 
 def _audited_walk(*args):
     path = _walk(*args)
-    audit.step(sys._getframe(1).f_locals["self"], path)
+    # The step's run() called the worker's settle(), which called the walk.
+    audit.step(sys._getframe(2).f_locals["self"], path)
     return path
 
 
