@@ -10,9 +10,7 @@ of a step. All servers are up at once and take turns.
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
-import json
 import shlex
 import statistics
 import sysconfig
@@ -22,14 +20,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tools import bench_server, grow_pair, server
+from tools import bench_server, ddtree_page, grow_pair, server
+from tools.bench_server import Run
 from tools.train_pair import read_texts
 
 BUDGET = 32
-MODES = ("none", "chain", "tree", "adaptive")
 # Longer prompts are shared by several requests, each with an ending of its own, so that the prefix cache holds them.
 DISTINCT_TOKENS, OWN_TOKENS = 300_000, 48
 REPEATS = 3
+LONG_BATCH_TOKENS = 2_000_000
 PROFILED = [(1, 32_768), (16, 32_768)]
 PROFILED_STEPS = 12
 
@@ -37,10 +36,10 @@ PROFILED_STEPS = 12
 def variants(pair: Path, contexts: list[int], batches: list[int]) -> dict[str, list[str]]:
     """Server flags by mode; the drafter reads the same last tokens in all that draft."""
     sizes = " ".join(map(str, sorted({*batches, *(bs for bs, _ in PROFILED)})))
-    pool = max(contexts) + 3 * DISTINCT_TOKENS
+    pool = max(contexts) + 2 * DISTINCT_TOKENS
     common = shlex.split(
         f"--attention-backend sm120_mla --max-total-tokens {pool} --context-length {max(contexts) + 2000} "
-        f"--max-running-requests {max(batches)} --mem-fraction-static 0.2 --cuda-graph-bs-decode {sizes}"
+        f"--max-running-requests {max(batches)} --mem-fraction-static 0.22 --cuda-graph-bs-decode {sizes}"
     )
     draft = shlex.split(
         f"--speculative-draft-model-path {pair / 'drafter'} --speculative-draft-attention-backend triton "
@@ -72,70 +71,88 @@ def prompts(text: list[int], context: int, batch: int) -> list[list[int]]:
     return [shared[i % distinct] + own[i] for i in range(batch)]
 
 
-def timed(up: server.Server, batch: list[list[int]], tokens: int) -> tuple[float, float]:
-    """Seconds for `tokens` more tokens of every prompt, and committed tokens a step."""
-    few = 8
-    seconds = []
-    for count in (few, few + tokens):
-        begin = time.perf_counter()
-        answers = up.generate(batch, count)
-        seconds.append(time.perf_counter() - begin)
-    steps = [answer["meta_info"].get("spec_verify_ct") for answer in answers]
-    accepted = 1.0 if None in steps else len(batch) * (few + tokens - 1) / sum(steps)
-    return seconds[1] - seconds[0], accepted
+def prompts_of_many_lengths(text: list[int]) -> list[list[int]]:
+    """For the comparison of greedy tokens."""
+    lengths = [8, 33, 64, 100, 130, 200, 255, 300] * 3
+    return [text[1000 * i : 1000 * i + length] for i, length in enumerate(lengths)]
 
 
-def measure(ups: dict[str, server.Server], text: list[int], context: int, batch_size: int) -> dict[str, Any]:
-    """One row: medians of interleaved repeats."""
+def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
+    """Append one row: medians of repeats that the modes take in turns."""
     batch = prompts(text, context, batch_size)
-    tokens = 160 if context * batch_size < 2_000_000 else 48
-    seconds: dict[str, list[float]] = {mode: [] for mode in ups}
+    tokens = 160 if context * batch_size < LONG_BATCH_TOKENS else 48
+    rates: dict[str, list[float]] = {mode: [] for mode in run.ups}
     row: dict[str, Any] = {"ctx": context, "bs": batch_size}
-    for up in ups.values():  # fills the prefix cache; the adaptive one gets used to this text
-        up.generate(batch, 8)
-        up.generate(batch, tokens)
+    for up in run.ups.values():  # fills the prefix cache; the adaptive one gets used to this text
+        bench_server.ask(up, batch, 2)
+        bench_server.ask(up, batch, tokens)
     for _ in range(REPEATS):
-        for mode, up in ups.items():
-            elapsed, row[f"{mode}_accept_len"] = timed(up, batch, tokens)
-            seconds[mode].append(elapsed)
-    for mode in ups:
-        row[f"{mode}_tok_s"] = batch_size * tokens / statistics.median(seconds[mode])
-        row[f"{mode}_seconds"] = seconds[mode]
+        for mode, up in run.ups.items():
+            answers = bench_server.ask(up, batch, tokens)
+            seconds, _, committed = bench_server.decode_window(answers)
+            steps = [answer["meta_info"].get("spec_verify_ct", tokens - 1) for answer in answers]
+            rates[mode].append(committed / seconds)
+            row[f"{mode}_accept_len"] = committed / sum(steps)
+    for mode, of_mode in rates.items():
+        row |= {f"{mode}_tok_s": statistics.median(of_mode), f"{mode}_repeats_tok_s": of_mode}
     print({k: round(v, 2) for k, v in row.items() if not isinstance(v, list)}, flush=True)
-    return row
+    run.results["rows"].append(row)
+    run.save()
 
 
-def profile(up: server.Server, text: list[int], batch_size: int, context: int, trace: Path) -> None:
-    """A torch profile of some decode steps, host and device."""
+def profile(up: server.Server, text: list[int], batch_size: int, context: int, out: Path) -> None:
+    """A torch profile of some decode steps, host and device, as `trace-bsN.json.gz`."""
     batch = prompts(text, context, batch_size)
-    up.generate(batch, 8)
+    bench_server.ask(up, batch, 2)
+    folder = out / f"trace-bs{batch_size}"
+    body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["CPU", "GPU"]}
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(up.generate, batch, 400)
-        time.sleep(0.3)
-        folder = trace.with_suffix("")
-        body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["CPU", "GPU"]}
+        answers = pool.submit(bench_server.ask, up, batch, 400)
+        time.sleep(0.4)  # decoding by then
         up.post_text("/start_profile", body)
-        running.result()
-    deadline = time.monotonic() + 20
-    while not (found := list(folder.rglob("*.json.gz"))) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    time.sleep(1)
-    trace.write_bytes(found[0].read_bytes())
+        answers.result()
+    time.sleep(2)  # the trace is written in the background
+    (trace,) = folder.rglob("*.json.gz")
+    trace.rename(out / f"trace-bs{batch_size}.json.gz")
 
 
-def run(out: Path, work: Path, contexts: list[int], batches: list[int], cpu: bool) -> None:
-    """Serve the four modes, time every (context, batch), profile the tree."""
-    begin = time.monotonic()
+def measure_all(run: Run, work: Path, contexts: list[int], batches: list[int]) -> None:
+    """Serve the four modes, profile the tree, time every context and batch."""
     pair = grow_pair.grow(work / "pair")
     text = held_out_tokens(pair)
-    print(f"pair grown after {time.monotonic() - begin:.0f} s", flush=True)
-    rows = []
     with ExitStack() as stack:
-        ups = bench_server.launch(stack, pair / "target", out, variants(pair, contexts, batches))
-        print(f"{len(ups)} servers ready after {time.monotonic() - begin:.0f} s", flush=True)
+        run.launch(stack, pair / "target", variants(pair, contexts, batches))
+        if run.results["absent"]:
+            raise SystemExit(f"error: {', '.join(run.results['absent'])} did not start, so there is nothing to compare")
         for batch_size, context in PROFILED:
-            profile(ups["tree"], text, batch_size, context, out / f"trace-bs{batch_size}.json.gz")
-        print(f"profiled after {time.monotonic() - begin:.0f} s", flush=True)
+            profile(run.ups["tree"], text, batch_size, context, run.out)
+        pairs = [("none", mode) for mode in ("chain", "tree", "adaptive")]
+        bench_server.compare(run, pairs, prompts_of_many_lengths(text))
         for context, batch_size in itertools.product(contexts, batches):
-            rows.append(measure(ups, text, context, batch_size))
-            bench_server.write_result(out / "speed.json", {"budget": BUDGET, "repeats": REPEATS, "rows": rows})
+            if run.late():
+                print(f"no time left for {context} x {batch_size} and what follows", flush=True)
+                return
+            measure(run, text, context, batch_size)
+
+
+def main() -> None:
+    """Run one of the verbs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=["run", "render"])
+    parser.add_argument("--out", type=Path, required=True, help="folder for results, traces and server logs")
+    parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for the grown pair")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32_768, 185_000])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--minutes", type=float, default=60.0, help="no row is begun later than this")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.verb == "render":
+        ddtree_page.render(args.out, Path("docs/bench"))
+    else:
+        results = {"budget": BUDGET, "repeats": REPEATS, "rows": [], "equal": {}, "absent": {}}
+        deadline = time.monotonic() + 60 * args.minutes
+        measure_all(Run(args.out, deadline, results=results), args.work, args.contexts, args.batches)
+
+
+if __name__ == "__main__":
+    main()

@@ -43,6 +43,14 @@ class Server:
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path} answered {error.code}: {error.read().decode(errors='replace')}") from error
 
+    def post_text(self, path: str, body: dict[str, Any], timeout_s: float = 60) -> str:
+        """POST JSON, return the body as text."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            return response.read().decode()
+
     def get(self, path: str, timeout_s: float = 60) -> str:
         """GET, return the body as text."""
         with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:

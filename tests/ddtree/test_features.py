@@ -11,8 +11,6 @@ import pytest
 
 from tools import server as launcher
 
-pytestmark = pytest.mark.slow  # servers under load for minutes: `make test-all`
-
 pytest.importorskip("sglang", reason="the patched sglang is not installed here: run `make install`")
 
 NEW_TOKENS = 24

@@ -129,7 +129,7 @@ class DDTreeWorker(DFlashWorkerV2):
         pool = self.model_runner.token_to_kv_pool
         if path.sources.is_cuda:
             row_bytes = pool.kv_buffer[0][0].nbytes
-            ops.move_kv(pool.data_ptrs, row_bytes, path.sources.flatten(), path.targets.flatten())
+            ops.move_kv(pool.data_ptrs, row_bytes, path.sources, path.targets)
         else:
             moved = path.targets >= 0
             pool.move_kv_cache(path.targets[moved], path.sources[moved])

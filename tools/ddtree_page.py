@@ -1,0 +1,176 @@
+"""docs/bench/ddtree.{json,md,png} from what `tools.bench_ddtree run` left: the table, and the steps in its profiles."""
+
+from __future__ import annotations
+
+import bisect
+import gzip
+import itertools
+import json
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MODES = ("none", "chain", "tree", "adaptive")
+IS_GEMM = re.compile("gemm|nvjet|cutlass|gemv", re.IGNORECASE)
+IS_SYNC = re.compile("Synchronize")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A kernel or copy on the device, or a call of the CUDA runtime on the host; microseconds."""
+
+    name: str
+    begin: float
+    end: float
+    correlation: int
+
+
+def read_trace(path: Path) -> tuple[list[Span], list[Span]]:
+    """Device and runtime spans of a torch profile, by begin."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    found: dict[bool, list[Span]] = {True: [], False: []}
+    for event in events:
+        category = event.get("cat", "")
+        is_device = category in ("kernel", "gpu_memcpy", "gpu_memset")
+        if is_device or category in ("cuda_runtime", "cuda_driver"):
+            begin, correlation = event["ts"], event["args"].get("correlation", -1)
+            found[is_device].append(Span(event["name"], begin, begin + event["dur"], correlation))
+    return tuple(sorted(spans, key=lambda span: span.begin) for spans in (found[True], found[False]))
+
+
+def steps(device: list[Span], runtime: list[Span]) -> list[dict[str, Any]]:
+    """One entry a step that is whole in the profile: microseconds of each part, and what waited on the host.
+
+    A step begins with the kernel that opens the window and holds two graphs, the drafter's and the target's. Forward
+    passes are the graphs up to the LM head's product; all else on the device is the tree's, idle time apart.
+    """
+    launches = {span.correlation: span for span in runtime}
+    is_graph = {span.correlation: "GraphLaunch" in span.name for span in runtime}
+    opens = [i for i, span in enumerate(device) if span.name == "_open"]
+    found = []
+    for first, following in itertools.pairwise(opens):
+        spans = device[first:following]
+        graphs: dict[int, list[Span]] = {}
+        for span in spans:
+            if is_graph.get(span.correlation):
+                graphs.setdefault(span.correlation, []).append(span)
+        if len(graphs) != 2:
+            continue
+        draft, target = sorted(graphs.values(), key=lambda graph: graph[0].begin)
+        forwards = [_until_lm_head(draft, "_build"), _until_lm_head(target, "_walk")]
+        busy = sum(span.end - span.begin for span in spans)
+        forward = [sum(span.end - span.begin for span in part) for part in forwards]
+        outside = {id(span) for part in forwards for span in part}
+        inside_graphs = [s for s in spans if is_graph.get(s.correlation) and id(s) not in outside]
+        host = launches[device[first].correlation].begin, launches[target[0].correlation].end
+        found.append(
+            {
+                "period_us": device[following].begin - device[first].begin,
+                "draft_forward_us": forward[0],
+                "target_forward_us": forward[1],
+                "tree_us": busy - sum(forward),
+                "tree_in_graphs_us": sum(span.end - span.begin for span in inside_graphs),
+                "host_waits": sum(bool(IS_SYNC.search(span.name)) for span in _between(runtime, *host)),
+                "names": _totals([span for span in spans if id(span) not in outside]),
+            }
+        )
+    return found
+
+
+def _until_lm_head(graph: list[Span], marker: str) -> list[Span]:
+    """The spans up to the last matrix product before the kernel `marker`."""
+    end = next(i for i, span in enumerate(graph) if span.name == marker)
+    last = max(i for i in range(end) if IS_GEMM.search(graph[i].name))
+    return graph[: last + 1]
+
+
+def _between(spans: list[Span], begin: float, end: float) -> list[Span]:
+    at = bisect.bisect_left(spans, begin, key=lambda span: span.begin)
+    return [span for span in spans[at:] if span.begin < end] if begin <= end else []
+
+
+def _totals(spans: list[Span]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for span in spans:
+        totals[span.name[:60]] = totals.get(span.name[:60], 0.0) + span.end - span.begin
+    return totals
+
+
+def profile_row(path: Path) -> dict[str, Any]:
+    """Medians over the steps of a profile."""
+    found = steps(*read_trace(path))
+    names = {name for step in found for name in step["names"]}
+    row: dict[str, Any] = {"profile": path.name.removesuffix(".json.gz"), "steps": len(found)}
+    for key in ("period_us", "draft_forward_us", "target_forward_us", "tree_us", "tree_in_graphs_us"):
+        row[key] = round(statistics.median(step[key] for step in found), 1)
+    row["host_waits"] = max(step["host_waits"] for step in found)
+    medians = {name: statistics.median(step["names"].get(name, 0.0) for step in found) for name in names}
+    row["kernels_us"] = {name: round(value, 1) for name, value in sorted(medians.items(), key=lambda item: -item[1])}
+    return row
+
+
+def render(results: Path, docs: Path) -> None:
+    """Write the page."""
+    page = json.loads((results / "server-run.json").read_text())
+    page["profiles"] = [profile_row(path) for path in sorted(results.glob("trace-*.json.gz"))]
+    (docs / "ddtree.json").write_text(json.dumps(page, indent=1) + "\n")
+    (docs / "ddtree.md").write_text(_markdown(page))
+    _plot(page, docs / "ddtree.png")
+
+
+def _markdown(page: dict[str, Any]) -> str:
+    lines = [
+        "# DDTREE on a GPU",
+        "",
+        f"One {page['gpu']} (not sm_120), torch {page['torch']}, kernel sources {page['kernel_hash'][:12]}.",
+        "The trained pair, grown to the size of one TP-8 rank (tools/grow_pair.py): 16 layers, hidden 2048,",
+        "8 heads, latent 512 + 64, MoE; bf16, page size 1, CUDA graphs, overlap scheduling on. Greedy, on held-out",
+        f"text: acceptance is the pair's own. Tree budget {page['budget']}, block 8, draft window 4,096 tokens.",
+        f"Medians of {page['repeats']} interleaved repeats. Made by `python -m tools.bench_ddtree`.",
+        "",
+        "| context | batch | none tok/s | chain | tree | adaptive | adaptive / best | chain accept len | tree accept len |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in page["rows"]:
+        best = max(row[f"{mode}_tok_s"] for mode in MODES[:3])
+        rates = " | ".join(f"{row[f'{mode}_tok_s']:,.0f}" for mode in MODES)
+        lines.append(
+            f"| {row['ctx']:,} | {row['bs']} | {rates} | {row['adaptive_tok_s'] / best:.2f} "
+            f"| {row['chain_accept_len']:.2f} | {row['tree_accept_len']:.2f} |"
+        )
+    lines += ["", "![tokens per second](ddtree.png)", "", "## What a step spends outside the two forward passes", ""]
+    lines += ["Device time from torch profiles of the tree at 32k context, medians over the steps, microseconds.", ""]
+    lines += ["| profile | step | draft forward | target forward | all else | of it in graphs | host waits in a step |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for row in page["profiles"]:
+        keys = ("period_us", "draft_forward_us", "target_forward_us", "tree_us", "tree_in_graphs_us")
+        lines.append(f"| {row['profile']} | {' | '.join(f'{row[key]:,.0f}' for key in keys)} | {row['host_waits']} |")
+    lines += [
+        "",
+        "## Greedy tokens",
+        "",
+        "| pair | prompts | identical | ties | errors | noise, nats |",
+        "|---|---|---|---|---|---|",
+    ]
+    for pair, found in page["equal"].items():
+        counts = f"{found['prompts']} | {found['identical']} | {found['ties']} | {len(found['errors'])}"
+        lines.append(f"| {pair} | {counts} | {found['noise']:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plot(page: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    batches = sorted({row["bs"] for row in page["rows"]})
+    figure = Figure(figsize=(4 * len(batches), 3.5), layout="constrained")
+    for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+        rows = [row for row in page["rows"] if row["bs"] == batch]
+        for mode, style in zip(MODES, ("o-", "s-", "^-", "k--"), strict=True):
+            axes.plot([row["ctx"] for row in rows], [row[f"{mode}_tok_s"] for row in rows], style, label=mode)
+        axes.set(xscale="log", yscale="log", xlabel="context, tokens", title=f"batch {batch}")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("tokens per second")
+    figure.axes[0].legend()
+    figure.savefig(path, dpi=120)
