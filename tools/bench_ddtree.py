@@ -73,7 +73,7 @@ def prompts(text: list[int], context: int, batch: int) -> list[list[int]]:
 
 def prompts_of_many_lengths(text: list[int]) -> list[list[int]]:
     """For the comparison of greedy tokens."""
-    lengths = [8, 33, 64, 100, 130, 200, 255, 300] * 3
+    lengths = [8, 33, 64, 100, 130, 200, 255, 300] * 2
     return [text[1000 * i : 1000 * i + length] for i, length in enumerate(lengths)]
 
 

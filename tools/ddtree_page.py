@@ -130,7 +130,7 @@ def _markdown(page: dict[str, Any]) -> str:
         f"text: acceptance is the pair's own. Tree budget {page['budget']}, block 8, draft window 4,096 tokens.",
         f"Medians of {page['repeats']} interleaved repeats. Made by `python -m tools.bench_ddtree`.",
         "",
-        "| context | batch | none tok/s | chain | tree | adaptive | adaptive / best | chain accept len | tree accept len |",
+        "| context | batch | none tok/s | chain | tree | adaptive | adaptive / best | accept: chain | tree |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in page["rows"]:
