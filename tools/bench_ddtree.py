@@ -39,7 +39,7 @@ def variants(pair: Path, contexts: list[int], batches: list[int]) -> dict[str, l
     pool = max(contexts) + 2 * DISTINCT_TOKENS
     common = shlex.split(
         f"--attention-backend sm120_mla --max-total-tokens {pool} --context-length {max(contexts) + 2000} "
-        f"--max-running-requests {max(batches)} --mem-fraction-static 0.22 --cuda-graph-bs-decode {sizes}"
+        f"--max-running-requests {max(batches)} --mem-fraction-static 0.6 --cuda-graph-bs-decode {sizes}"
     )
     draft = shlex.split(
         f"--speculative-draft-model-path {pair / 'drafter'} --speculative-draft-attention-backend triton "
