@@ -28,7 +28,7 @@ BUDGET = 32
 # Longer prompts are shared by several requests, each with an ending of its own, so that the prefix cache holds them.
 DISTINCT_TOKENS, OWN_TOKENS = 300_000, 48
 REPEATS = 3
-LONG_BATCH_TOKENS = 2_000_000
+FEW_TOKENS, LONG_BATCH_TOKENS = 8, 2_000_000
 PROFILED = [(1, 32_768), (16, 32_768)]
 PROFILED_STEPS = 12
 
@@ -77,6 +77,18 @@ def prompts_of_many_lengths(text: list[int]) -> list[list[int]]:
     return [text[1000 * i : 1000 * i + length] for i, length in enumerate(lengths)]
 
 
+def decode(up: server.Server, batch: list[list[int]], tokens: int) -> tuple[float, float]:
+    """Tokens per second of the whole batch, and committed tokens a step, over `tokens` more tokens of cached prompts."""
+    seconds = []
+    for count in (FEW_TOKENS, FEW_TOKENS + tokens):
+        begin = time.perf_counter()
+        answers = up.generate(batch, count)
+        seconds.append(time.perf_counter() - begin)
+    after_prefill = FEW_TOKENS + tokens - 1
+    steps = sum(answer["meta_info"].get("spec_verify_ct", after_prefill) for answer in answers)
+    return len(batch) * tokens / (seconds[1] - seconds[0]), len(batch) * after_prefill / steps
+
+
 def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
     """Append one row: medians of repeats that the modes take in turns."""
     batch = prompts(text, context, batch_size)
@@ -84,15 +96,11 @@ def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
     rates: dict[str, list[float]] = {mode: [] for mode in run.ups}
     row: dict[str, Any] = {"ctx": context, "bs": batch_size}
     for up in run.ups.values():  # fills the prefix cache; the adaptive one gets used to this text
-        bench_server.ask(up, batch, 2)
-        bench_server.ask(up, batch, tokens)
+        decode(up, batch, tokens)
     for _ in range(REPEATS):
         for mode, up in run.ups.items():
-            answers = bench_server.ask(up, batch, tokens)
-            seconds, _, committed = bench_server.decode_window(answers)
-            steps = [answer["meta_info"].get("spec_verify_ct", tokens - 1) for answer in answers]
-            rates[mode].append(committed / seconds)
-            row[f"{mode}_accept_len"] = committed / sum(steps)
+            rate, row[f"{mode}_accept_len"] = decode(up, batch, tokens)
+            rates[mode].append(rate)
     for mode, of_mode in rates.items():
         row |= {f"{mode}_tok_s": statistics.median(of_mode), f"{mode}_repeats_tok_s": of_mode}
     print({k: round(v, 2) for k, v in row.items() if not isinstance(v, list)}, flush=True)
@@ -103,11 +111,11 @@ def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
 def profile(up: server.Server, text: list[int], batch_size: int, context: int, out: Path) -> None:
     """A torch profile of some decode steps, host and device, as `trace-bsN.json.gz`."""
     batch = prompts(text, context, batch_size)
-    bench_server.ask(up, batch, 2)
+    up.generate(batch, 2)
     folder = out / f"trace-bs{batch_size}"
     body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["CPU", "GPU"]}
     with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(bench_server.ask, up, batch, 400)
+        answers = pool.submit(up.generate, batch, 400)
         time.sleep(0.4)  # decoding by then
         up.post_text("/start_profile", body)
         answers.result()

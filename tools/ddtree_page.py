@@ -30,14 +30,18 @@ class Span:
 def read_trace(path: Path) -> tuple[list[Span], list[Span]]:
     """Device and runtime spans of a torch profile, by begin."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    found: dict[bool, list[Span]] = {True: [], False: []}
+    device: list[Span] = []
+    runtime: list[Span] = []
     for event in events:
         category = event.get("cat", "")
         is_device = category in ("kernel", "gpu_memcpy", "gpu_memset")
         if is_device or category in ("cuda_runtime", "cuda_driver"):
             begin, correlation = event["ts"], event["args"].get("correlation", -1)
-            found[is_device].append(Span(event["name"], begin, begin + event["dur"], correlation))
-    return tuple(sorted(spans, key=lambda span: span.begin) for spans in (found[True], found[False]))
+            span = Span(event["name"], begin, begin + event["dur"], correlation)
+            (device if is_device else runtime).append(span)
+    device.sort(key=lambda span: span.begin)
+    runtime.sort(key=lambda span: span.begin)
+    return device, runtime
 
 
 def steps(device: list[Span], runtime: list[Span]) -> list[dict[str, Any]]:

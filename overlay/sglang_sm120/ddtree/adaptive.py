@@ -48,10 +48,10 @@ class _Outcome:
         """Start the copies."""
         if not nodes.is_cuda:
             return cls(width, nodes, masses, None)
-        nodes, masses = (None if part is None else _to_pinned(part) for part in (nodes, masses))
+        on_host = _to_pinned(nodes), None if masses is None else _to_pinned(masses)
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(width, nodes, masses, arrived)
+        return cls(width, *on_host, arrived)
 
     def read(self) -> tuple[np.ndarray | None, np.ndarray]:
         """Probabilities of the nodes, and which were accepted; `[B, Q]` both."""
@@ -167,9 +167,9 @@ class AdaptiveWidth:
 
         step()
         if self.worker.device == "cpu":
-            begin = time.perf_counter()
+            begun = time.perf_counter()
             step()
-            return time.perf_counter() - begin
+            return time.perf_counter() - begun
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HEAD_START_CYCLES)
         begin.record()

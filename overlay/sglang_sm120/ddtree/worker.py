@@ -195,11 +195,12 @@ class _Step:
         drafted = self._draft() if self.width > 1 else trees.lone_roots(self.roots)
         tree = drafted.first(self.width)
         grammar = GrammarTree.from_device(*trees.links(tree), tree.tokens) if self.batch.has_grammar else None
-        settled_in_graph = self.worker.settler is not None and self.worker.settler.arm(self._is_plain_greedy())
+        settler = self.worker.settler
+        is_armed = settler is not None and settler.arm(self._is_plain_greedy())
         tokens, output, positions = self._verify(tree)
         logits = output.logits_output
-        if settled_in_graph and output.can_run_cuda_graph:
-            path = self.worker.settler.path(self.bs, self.width)
+        if settler is not None and is_armed and output.can_run_cuda_graph:
+            path = settler.path(self.bs, self.width)
         else:
             choices = self._choices(logits, positions, grammar, grammar_barrier).view(self.bs, self.width)
             path = self.worker.settle(tokens, choices, self.slots, self.prefix_lens, logits.hidden_states)
