@@ -78,7 +78,7 @@ def prompts_of_many_lengths(text: list[int]) -> list[list[int]]:
 
 
 def decode(up: server.Server, batch: list[list[int]], tokens: int) -> tuple[float, float]:
-    """Tokens per second of the whole batch, and committed tokens a step, over `tokens` more tokens of cached prompts."""
+    """Tokens per second of the batch, and committed tokens a step, over `tokens` more tokens of cached prompts."""
     seconds = []
     for count in (FEW_TOKENS, FEW_TOKENS + tokens):
         begin = time.perf_counter()
