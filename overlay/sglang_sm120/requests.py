@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -34,7 +34,8 @@ def check(tokenizer_manager: Any, request: Any, input_ids: list[int] | None) -> 
         raise ValueError(f"top_logprobs_num is {top}; it must be 0 to the {vocabulary} tokens of the vocabulary.")
 
 
-def _check_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
-    for token in ids:
-        if type(token) is not int or not 0 <= token < vocabulary:
-            raise ValueError(f"{name} has {token!r}; this model's token ids are the integers 0 to {vocabulary - 1}.")
+def _check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocabulary:
+        return  # without a Python step a token: prompts are long
+    wrong = next(token for token in ids if type(token) is not int or not 0 <= token < vocabulary)
+    raise ValueError(f"{name} has {wrong!r}; this model's token ids are the integers 0 to {vocabulary - 1}.")
