@@ -171,7 +171,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--archs",
         nargs="+",
-        default=kernels.DEFAULT_ARCHS,
+        default=kernels.wanted_archs(),
         metavar="sm_XX",
         help="GPUs to compile for (default: %(default)s)",
     )

@@ -105,6 +105,11 @@ def _objects_dir(archs: tuple[str, ...]) -> Path:
     return BUILD / "-".join(archs)
 
 
+def wanted_archs() -> list[str]:
+    """GPU targets of the environment variable ARCHS, or the defaults."""
+    return os.environ.get("ARCHS", "").replace(",", " ").split() or list(DEFAULT_ARCHS)
+
+
 def build_for_release(archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS, out_dir: Path = OVERLAY_LIB) -> Path:
     """`build` whose library has the same bytes wherever this repository lies.
 
@@ -289,7 +294,7 @@ def main(argv: list[str]) -> int:
         from tools import kernel_bench  # needs torch, which building does not
 
         return kernel_bench.main(argv)
-    archs = os.environ.get("ARCHS", "").replace(",", " ").split() or DEFAULT_ARCHS
+    archs = wanted_archs()
     parser = argparse.ArgumentParser(prog="python -m tools.kernels", description=__doc__.splitlines()[0])
     parser.add_argument("verb", choices=("build", "report", "hash", "bench", "gpu-report"))
     parser.add_argument("--archs", nargs="+", default=archs, metavar="SM", help="default: $ARCHS, else %(default)s")

@@ -48,3 +48,13 @@ def test_a_wrong_cuda_home_is_not_passed_over(bare, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
     with pytest.raises(kernels.KernelError):
         kernels.find_nvcc()
+
+
+def test_archs_of_the_environment_reach_kernels_and_wheel(monkeypatch):
+    from tools import fork
+
+    monkeypatch.setenv("ARCHS", "sm_80,sm_89")
+    assert kernels.wanted_archs() == ["sm_80", "sm_89"]
+    assert fork._parser().parse_args(["build"]).archs == ["sm_80", "sm_89"]
+    monkeypatch.delenv("ARCHS")
+    assert kernels.wanted_archs() == list(kernels.DEFAULT_ARCHS)
