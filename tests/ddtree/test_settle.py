@@ -1,0 +1,109 @@
+"""What surrounds the captured tail of the target's graph, and how steps reach the width policy, without a GPU."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from sglang_sm120.ddtree import tree as T
+from sglang_sm120.ddtree.settle import CapturedSettler
+
+
+class Worker:
+    """Stands for the worker: settles by the walk alone."""
+
+    def __init__(self) -> None:
+        self.device, self.calls = "cpu", []
+        self.model_runner = types.SimpleNamespace(capture_tail_hooks=[])
+
+    def settle(self, tokens, choices, slots, prefix_lens, hidden, is_live) -> T.Path:
+        self.calls.append((tokens, choices, hidden, is_live))
+        parents = torch.full(tokens.shape, -1)
+        return T.walk(tokens, parents, choices, slots, prefix_lens, tokens.shape[1] - 1)
+
+
+@pytest.fixture
+def captured() -> tuple[Worker, CapturedSettler]:
+    """Graphs of width 3 for 2 and 4 requests; the argmax of request b's node n is 10 b + n."""
+    worker = Worker()
+    settler = CapturedSettler(worker)
+    for batch in (4, 2):
+        logits = torch.zeros(batch * 3, 64)
+        logits[torch.arange(batch * 3), (10 * torch.arange(batch)[:, None] + torch.arange(3)).flatten()] = 1.0
+        output = types.SimpleNamespace(next_token_logits=logits, hidden_states="hidden")
+        forward_batch = types.SimpleNamespace(
+            batch_size=batch,
+            input_ids=torch.zeros(batch * 3, dtype=torch.int64),
+            out_cache_loc=torch.arange(batch * 3),
+            seq_lens=torch.full((batch,), 100),
+        )
+        (hook,) = worker.model_runner.capture_tail_hooks
+        hook(types.SimpleNamespace(captured_req_width=3), output, forward_batch, batch * 3)
+    return worker, settler
+
+
+def test_the_tail_settles_the_argmax(captured):
+    worker, settler = captured
+    assert worker.calls[0][1].tolist()[2] == [20, 21, 22] and worker.calls[0][2] == "hidden"
+    path = settler.path(3, 3)
+    assert path.bonus.tolist() == [0, 10, 20] and path.ends.tolist() == [101, 101, 101]
+
+
+def test_the_smallest_graph_that_holds_the_batch_is_read(captured):
+    _, settler = captured
+    assert settler.path(2, 3).tokens.data_ptr() != settler.path(3, 3).tokens.data_ptr()
+    settler._paths[3, 4].bonus.fill_(63)
+    assert settler.path(2, 3).bonus.tolist() == [0, 10] and settler.path(3, 3).bonus.tolist() == [63] * 3
+
+
+def test_what_outlives_the_step_is_a_copy(captured):
+    _, settler = captured
+    before = settler.path(2, 3)
+    for name in ("tokens", "commit_lens", "bonus", "ends"):
+        getattr(settler._paths[3, 2], name).fill_(7)
+    assert before.bonus.tolist() == [0, 10] and before.ends.tolist() == [101, 101]
+    assert before.commit_lens.tolist() == [1, 1] and before.tokens[:, 0].tolist() == [0, 10]
+
+
+def test_only_an_armed_tail_is_live(captured):
+    worker, settler = captured
+    is_live = worker.calls[0][3]
+    for armed in (False, True, True, False):
+        assert settler.arm(armed) is armed and is_live.tolist() == [int(armed)]
+
+
+def adaptive():
+    pytest.importorskip("sglang", reason="the patched sglang is not installed here: run `make install`")
+    from sglang_sm120.ddtree import adaptive
+
+    return adaptive
+
+
+def test_an_outcome_says_which_nodes_were_accepted():
+    outcome = adaptive()._Outcome.send(
+        3, torch.tensor([[0, 2, 0], [0, 0, 0]]), torch.tensor([[0.0, -1.0, -2.0, -3.0]] * 2)
+    )
+    probabilities, accepted = outcome.read()
+    assert probabilities[0].tolist() == pytest.approx([1.0, 0.3679, 0.1353, 0.0498], abs=1e-4)
+    assert accepted.tolist() == [[True, False, True, False], [True, False, False, False]]
+
+
+@pytest.mark.parametrize(
+    "taken, before, floor",
+    [(3.0, 0.0, 3.0), (1.05, 0.0, 0.0), (1.05, 2.0, 1.05), (0.5, 2.0, 0.5)],
+    ids=["held up by the host", "bound by the device", "the host got faster", "faster than measured"],
+)
+def test_the_host_sets_a_floor_under_step_times(monkeypatch, taken, before, floor):
+    module = adaptive()
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        module, "get_parallel", lambda: types.SimpleNamespace(tp_group=types.SimpleNamespace(world_size=1))
+    )
+    costs = types.SimpleNamespace(floor=before)
+    state = types.SimpleNamespace(policy=types.SimpleNamespace(costs=costs), _pace=[], _last=None)
+    for step in range(module.PACE_STEPS + 1):
+        module.AdaptiveWidth._watch_pace(state, 1.0)
+        now[0] += taken if step % 3 else 10 * taken  # prompts come between
+    assert costs.floor == pytest.approx(floor)
