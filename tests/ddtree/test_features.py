@@ -123,8 +123,10 @@ def test_the_end_of_the_context_is_reached(logs, prompts):
         assert answer["meta_info"]["completion_tokens"] >= 256 - 50 - 4
 
 
-def test_adaptive_width_is_lossless_too(logs, prompts, plain):
-    flags = pair.ddtree_flags(32, 8, "--speculative-ddtree-adaptive")
+def test_adaptive_width_and_a_draft_window_are_lossless_too(logs, prompts, plain):
+    """Prompts reach past the window, so the drafter reads rows of its own."""
+    assert max(map(len, prompts)) > 64
+    flags = pair.ddtree_flags(32, 8, "--speculative-ddtree-adaptive", "--speculative-draft-window-size", "64")
     with launcher.running(pair.TARGET, logs / "adaptive.log", flags) as server:
         for _ in range(3):
             answers = ask(server, prompts, temperature=1.0, top_k=1)

@@ -20,9 +20,9 @@ BELIEF_REQUESTS, TREE_REQUESTS = 512, 128
 # The most that one step says about the trees of the next ones.
 MAX_STEP_WEIGHT = 0.25
 # Halvings of probability told apart, and how many expected hits the first guess for one weighs.
-HALVINGS, GUESS_HITS = 12, 4.0
+HALVINGS, GUESS_HITS = 12, 1.0
 # So many requests are verified at the widest before anything is chosen.
-FIRST_REQUESTS = 32
+FIRST_REQUESTS = 128
 # Part of the time that may go to steps wider than the best one, to see how good its further nodes are now.
 PROBE_SHARE = 0.01
 
