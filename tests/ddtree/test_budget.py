@@ -102,7 +102,7 @@ def test_close_to_the_best_fixed_width(per_node, decay, trust, bend, batch_size,
 @given(st.floats(0.0, 0.5), st.floats(0.0, 0.9))
 def test_probing_stays_within_its_share(per_node, decay):
     policy = WidthPolicy(WIDTHS, costs(per_node))
-    Traffic(decay).serve(policy, 20)
+    Traffic(decay).serve(policy, 40)
     policy._debt_seconds = 0.0
     spent = extra = 0.0
     for _ in range(1000):
