@@ -115,7 +115,7 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
     )
 
 
-def time_ms(call: Callable[[], object], repeats: int = 20) -> float:
+def time_ms(call: Callable[[], object]) -> float:
     """Median milliseconds of one call, from replays of a graph that holds enough calls to hide its launch."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -127,6 +127,7 @@ def time_ms(call: Callable[[], object], repeats: int = 20) -> float:
         end.record()
         torch.cuda.synchronize()
         inner = max(1, min(10, int(2 / max(start.elapsed_time(end), 0.02))))
+        repeats = 5 if inner == 1 else 15
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(inner):

@@ -1,7 +1,7 @@
 """A model of the verify kernel's time, checked against measured rows, and what it predicts for an RTX PRO 6000.
 
-A block works through its tiles of 16 tokens one by one. A tile takes the longer of the score warps' chain of dependent
-steps and the tensor cores' products; the launch takes the longer of that and of reading the KV once, plus a fixed part
+A block works through its tiles of 16 tokens one by one. A tile takes the longer of a role's chain of dependent steps
+and the tensor cores' products; the launch takes the longer of that and of reading the KV once, plus a fixed part
 (launches, look-ups, filling the pipeline, merge).
 """
 
@@ -27,10 +27,10 @@ class Gpu:
     mma_clocks: float
     fixed_us: float
     chain: float = 500
-    chain_per_group: float = 140
+    chain_per_group: float = 115
 
 
-H200 = Gpu("H200", 132, 1.75, 4300, 6.6, 20)
+H200 = Gpu("H200", 132, 1.75, 4300, 6.2, 20)
 # Not measured: 400 TFLOP/s of bf16 GEMM and 2.4 GHz give 18.5 clocks an mma; 1,600 of the specified 1,792 GB/s.
 RTX_PRO_6000 = Gpu("RTX PRO 6000", 188, 2.4, 1600, 18.5, 15)
 

@@ -26,6 +26,7 @@ def checks() -> dict[str, list[str]]:
         "ruff check": [sys.executable, "-m", "ruff", "check", *RUFF_CONFIG, *PYTHON_TREES],
         "ruff format": [sys.executable, "-m", "ruff", "format", "--check", *RUFF_CONFIG, *PYTHON_TREES],
         "mypy": [sys.executable, "-m", "mypy", "--config-file", "tools/mypy.ini"],
+        "clang-format": [CLANG_FORMAT, "--dry-run", "-Werror", *kernel_sources()],
     }
 
 

@@ -18,8 +18,20 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst_smem, const void* src_g
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_smem), "l"(src_gmem) : "memory");
 }
 
+// cp.async.ca: 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32_t dst_smem, const void* src_gmem) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst_smem), "l"(src_gmem) : "memory");
+}
+
 // Waits until all cp.async of this thread have landed.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ld.shared: 4 bytes.
+__device__ __forceinline__ int load_shared(uint32_t address) {
+  int value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
 
 // cp.async.mbarrier.arrive.noinc: this thread arrives once all its earlier cp.async have landed.
 __device__ __forceinline__ void cp_async_arrive(uint32_t mbar) {
@@ -40,15 +52,49 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t mbar, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "WAIT: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra WAIT;\n}" ::"r"(mbar), "r"(parity)
+      "@!done bra WAIT;\n}" ::"r"(mbar),
+      "r"(parity)
       : "memory");
 #else
   asm volatile(
       "{\n.reg .pred done;\n"
       "WAIT: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra WAIT;\n}" ::"r"(mbar), "r"(parity)
+      "@!done bra WAIT;\n}" ::"r"(mbar),
+      "r"(parity)
       : "memory");
 #endif
+}
+
+// Whether that phase has completed.
+__device__ __forceinline__ bool mbarrier_test(uint32_t mbar, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(mbar), "r"(parity)
+      : "memory");
+  return done;
+}
+
+// bar: waits until `threads` threads, whole warps, have come to the named barrier.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// bar.red.or: the same, and whether any of them brought true.
+__device__ __forceinline__ bool barrier_any(int id, int threads, bool mine) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred p, q;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "bar.red.or.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(uint32_t(mine))
+      : "memory");
+  return any;
 }
 
 // griddepcontrol (programmatic dependent launch): lets the next launch be set up early; waits for the previous to end.
@@ -72,7 +118,10 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row_smem)
 }
 
 __device__ __forceinline__ void ldmatrix_x2(uint32_t& r0, uint32_t& r1, uint32_t row_smem) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r0), "=r"(r1) : "r"(row_smem) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r0), "=r"(r1)
+               : "r"(row_smem)
+               : "memory");
 }
 
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row_smem) {
@@ -83,7 +132,10 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row
 }
 
 __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t& r0, uint32_t& r1, uint32_t row_smem) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(r0), "=r"(r1) : "r"(row_smem) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r0), "=r"(r1)
+               : "r"(row_smem)
+               : "memory");
 }
 
 // mma.sync m16n8k16, float32 accumulators: d[16 x 8] += a[16 x 16] * b[16 x 8].
@@ -91,17 +143,18 @@ template <typename T>
 __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 
 template <>
-__device__ __forceinline__ void mma_16816<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+__device__ __forceinline__ void mma_16816<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4],
+                                                         const uint32_t (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 template <>
 __device__ __forceinline__ void mma_16816<__half>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // Two e4m3 bytes (low half of `pair`) to two halves; exact. NaN patterns become +-480 below sm_89.

@@ -47,7 +47,8 @@ __global__ void oracle_kernel(const sm120_mla_params p, float* all_scores, int64
   q_len = min(q_len, kv_len);
   const int prefix = kv_len - q_len;
   const int32_t* slots =
-      b < 0 ? nullptr : p.req_to_token + p.req_pool_indices[int64_t(b) * p.req_pool_indices_stride] * p.req_to_token_stride;
+      b < 0 ? nullptr
+            : p.req_to_token + p.req_pool_indices[int64_t(b) * p.req_pool_indices_stride] * p.req_to_token_stride;
 
   float peak = -INFINITY;
   for (int n = threadIdx.x; n < kv_len; n += kThreads) {
@@ -75,7 +76,8 @@ __global__ void oracle_kernel(const sm120_mla_params p, float* all_scores, int64
   for (int c = threadIdx.x; c < kLatentDim; c += kThreads) {
     float value = 0.f;
     for (int n = 0; n < kv_len; ++n) value += expf(scores[n] - reference) * kv_value(p, slots[n], c);
-    static_cast<__nv_bfloat16*>(p.out)[int64_t(blockIdx.x) * kLatentDim + c] = __float2bfloat16(sum > 0.f ? value / sum : 0.f);
+    static_cast<__nv_bfloat16*>(p.out)[int64_t(blockIdx.x) * kLatentDim + c] =
+        __float2bfloat16(sum > 0.f ? value / sum : 0.f);
   }
   if (threadIdx.x == 0) p.lse[blockIdx.x] = sum > 0.f ? peak + logf(sum) : -INFINITY;
 }
@@ -85,6 +87,6 @@ __global__ void oracle_kernel(const sm120_mla_params p, float* all_scores, int64
 extern "C" int sm120_mla_oracle(const sm120_mla_params* params, float* scores, int64_t max_kv_len, void* stream) {
   if (params->total_q == 0) return cudaSuccess;
   oracle_kernel<<<params->total_q * params->heads, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*params, scores,
-                                                                                                    max_kv_len);
+                                                                                                     max_kv_len);
   return cudaGetLastError();
 }

@@ -8,21 +8,25 @@
 
 namespace sm120::mla {
 
-constexpr int kLatentDim = 512;                     // key and value
-constexpr int kRopeDim = 64;                        // key only
+constexpr int kLatentDim = 512;  // key and value
+constexpr int kRopeDim = 64;     // key only
 constexpr int kHeadDim = kLatentDim + kRopeDim;
-constexpr int kTileTokens = 16;                     // KV tokens of one pipeline stage
-constexpr int kScoreWarps = 4;                      // QK^T and softmax; each owns a quarter of the 576 columns
-constexpr int kValueWarps = 4;                      // P V and the copies; each owns 128 of the 512 latent columns
+constexpr int kTileTokens = 16;  // KV tokens of one pipeline stage
+constexpr int kScoreWarps = 4;   // QK^T and the copies; each owns a quarter of the 576 columns
+constexpr int kValueWarps = 4;   // softmax and P V; each owns 128 of the 512 latent columns
 constexpr int kScoreThreads = kScoreWarps * 32;
 constexpr int kValueThreads = kValueWarps * 32;
 constexpr int kThreads = kScoreThreads + kValueThreads;
-constexpr int kMaxRowGroups = 6;                    // query rows of a block, in groups of 8 (one mma n-tile)
+constexpr int kMaxRowGroups = 6;  // query rows of a block, in groups of 8 (one mma n-tile)
 constexpr int kMaxRows = kMaxRowGroups * 8;
-constexpr int kMaxSharedBytes = 101376;             // what sm_86, sm_89 and sm_120 grant one block
-constexpr int kMinTilesPerSplit = 4;                // below this a split costs more than it hides
-constexpr int kProbBuffers = 3;
-constexpr int kPartialSlotsPerSm = 4;               // 2 blocks per SM at most, each with an unfinished first and last request
+constexpr int kMaxSharedBytes = 101376;  // what sm_86, sm_89 and sm_120 grant one block
+constexpr int kMinTilesPerSplit = 4;     // below this a split costs more than it hides
+constexpr int kProbBuffers = 2;
+constexpr int kMaxStages = 10;
+constexpr int kSlotBatchTiles = 8;  // tiles whose slots are looked up at a time
+constexpr int kSlotBatches = 3;     // in a ring: the current batch and two ahead
+constexpr int kSlotBatchBytes = kSlotBatchTiles * kTileTokens * 4;
+constexpr int kPartialSlotsPerSm = 4;  // 2 blocks per SM at most, each with an unfinished first and last request
 
 // A KV element type and the type its tensor-core products are taken in. e4m3 converts to half exactly.
 struct Bf16Kv {
@@ -42,39 +46,52 @@ struct Config {
   static constexpr int kStageBytes = kTileTokens * kRowStride;
   static constexpr int kProbStride = (RowGroups | 1) * 16;  // bytes of one token's probabilities; odd units again
   static constexpr int kProbBytes = kTileTokens * kProbStride;
-  static constexpr int kOwnedGroups = (RowGroups + kScoreWarps - 1) / kScoreWarps;  // row groups whose softmax a warp does
-  static constexpr int kPartialBytes = RowGroups * (kScoreWarps - 1) * 512;         // one tile's exchanged partial scores
+
+  // The softmax of a tile is done in units: half the tokens of a row group. Value warp v does units v, v + 4 and v + 8,
+  // which are half v % 2 of row groups v / 2, v / 2 + 2 and v / 2 + 4. Score warps leave their partial scores as it
+  // reads them: float4 [value warp][score warp][lane] of its first two units, then float2 [..][..][..] of the third (or
+  // only).
+  static constexpr int kUnits = (2 * RowGroups + kValueWarps - 1) / kValueWarps;
+  static constexpr int kWideBytes = kUnits >= 2 ? kValueWarps * kScoreWarps * 512 : 0;
+  static constexpr int kNarrowGroups = kUnits == 3 ? RowGroups - 4 : kUnits == 1 ? RowGroups : 0;
+  static constexpr int kPartialBytes = kWideBytes + kNarrowGroups * 2 * kScoreWarps * 256;
 
   // Shared memory, in bytes from the start: fixed parts first, then as many KV stages as fit.
-  static constexpr int kBarriers = 0;                                         // mbarriers, see Barriers
-  static constexpr int kFlags = 192;                                          // uint8 [3][8]: row group needs rescaling
-  static constexpr int kRescale = 256;                                        // float [3][rows]
-  static constexpr int kInverseSum = kRescale + kProbBuffers * kRows * 4;     // float [3][rows]
-  static constexpr int kProbs = kInverseSum + kProbBuffers * kRows * 4;       // 16-bit [3][16 tokens][rows + pad]
-  static constexpr int kPartials = kProbs + kProbBuffers * kProbBytes;        // float4 [2][row group][3][lane]
-  static constexpr int kStages0 = kPartials + 2 * kPartialBytes;
-  static constexpr int kFit = (kMaxSharedBytes - kStages0) / kStageBytes;
-  static constexpr int kStages = kFit < 8 ? kFit : 8;
+  static constexpr int kBarriers = 0;                                       // mbarriers, see Barriers
+  static constexpr int kWork = 224;                                         // the block's Work
+  static constexpr int kSlots = 256;                                        // int32 [3][score warp][8 tiles][4 tokens]
+  static constexpr int kRescale = kSlots + kSlotBatches * kSlotBatchBytes;  // float [rows]
+  static constexpr int kRowPairs = kRescale + kRows * 4;                    // float [2 token halves][rows]
+  static constexpr int kProbs = kRowPairs + 2 * kRows * 4;                  // 16-bit [2][16 tokens][rows + pad]
+  static constexpr int kPartials = kProbs + kProbBuffers * kProbBytes;      // one or two buffers
+  // Two buffers of partials, unless the second would cost a stage.
+  static constexpr int stages_beside(int buffers) {
+    const int fit = (kMaxSharedBytes - kPartials - buffers * kPartialBytes) / kStageBytes;
+    return fit < kMaxStages ? fit : kMaxStages;
+  }
+  static constexpr int kStages = stages_beside(1);
+  static constexpr int kPartialBuffers = stages_beside(2) == kStages ? 2 : 1;
+  static constexpr int kStages0 = kPartials + kPartialBuffers * kPartialBytes;
   static constexpr int kSharedBytes = kStages0 + kStages * kStageBytes;
 
-  static_assert(kStages >= 4, "probabilities of tile n reuse a buffer that tile n + 1's landing proves free");
-  static_assert(8 * (2 * kStages + kProbBuffers + 2) <= kFlags);
+  static_assert(kStages >= 4, "one tile in the products of each role and two on the way");
+  static_assert(8 * (2 * kStages + 2 * kPartialBuffers) <= kWork);
   static_assert(kStages0 % 16 == 0 && kPartials % 16 == 0 && kProbs % 16 == 0);
 };
 
 // How a launch divides the rows and the context. Fixed per (batch bucket, q, heads, num_sms): safe to capture.
 struct Partition {
-  int row_groups;      // template instance
-  int row_tiles;       // uniform q: tiles per request; ragged q: upper bound over the whole batch
-  int splits;          // blocks that share the context of one row tile
+  int row_groups;  // template instance
+  int row_tiles;   // uniform q: tiles per request; ragged q: upper bound over the whole batch
+  int splits;      // blocks that share the context of one row tile
   bool ragged;
 };
 
 // Workspace: plan ints, then LSE and outputs of partial results.
 struct Workspace {
-  int32_t* plan;       // [0] tiles per split; [1 + b] first tile (uniform) or first row tile (ragged) of request b
-  float* lse;          // [slot][kMaxRows]
-  float* out;          // [slot][kMaxRows][512]
+  int32_t* plan;  // [0] tiles per split; [1 + b] first tile (uniform) or first row tile (ragged) of request b
+  float* lse;     // [slot][kMaxRows]
+  float* out;     // [slot][kMaxRows][512]
 };
 
 }  // namespace sm120::mla

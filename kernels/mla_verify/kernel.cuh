@@ -6,23 +6,23 @@
 //   S^T [16 tokens x rows] = K [16 x 576] . Q^T [576 x rows]       score warps 0-3: 144 of the 576 columns each
 //   O^T [512 x rows]      += V^T [512 x 16] . P^T [16 x rows]      value warps 0-3: 128 of the 512 latents each
 //
-//   gmem --cp.async (value warps)--> stage [16][576 + pad] --ldmatrix--> partial S^T, 4 of them
-//        --(each row group's four partials meet in the warp that owns the group)--> online softmax --> probs [16][rows]
+//   gmem --cp.async (score warps)--> stage [16][576 + pad] --ldmatrix--> partial S^T, 4 of them
+//        --(value warps: sum, online softmax, each a quarter of them)--> probs [16][rows]
 //        stage --ldmatrix.trans--> V^T,  probs --ldmatrix.trans--> P^T  --> O^T in registers
 //
 // Q^T lives in the score warps' registers, O^T in the value warps'. A latent row is copied to shared memory once and
 // each of its elements is read once for the scores and once for the values, whatever the number of heads.
 //
-// The score warps take the products of tile n + 1 around the exchange and softmax of tile n, and the value warps are a
-// tile or two behind: the tensor cores have work while partial sums and exponentials are under way.
+// A scheduler holds one warp of each role. While the value warp goes through its softmax, a chain of dependent steps
+// that keeps nothing busy, the score warp multiplies the next tile; it issues copies and hands over results between
+// products.
 //
 // Barriers (mbarrier, phases counted by tile):
-//   landed[stage]  value threads' copies      -> score warps
-//   ready[3]       score warps' probabilities -> value warps
-//   done[stage]    value warps                -> stage free for the next copy
-//   exchanged[2]   score warps' partials      -> score warps
-// probs[n % 3] needs no barrier of its own: it is free once tile n - 3 is done, and with 4 stages the landing of tile
-// n + 1, which took that tile's stage, already proves it.
+//   landed[stage]        score threads' copies  -> score warps
+//   published[1 or 2]    score warps' partials  -> value warps
+//   consumed[1 or 2]     value warps            -> partials free
+//   done[stage]          value warps            -> stage free for the next copy
+// and a named barrier of the value warps for the probabilities, which also says whether any row's reference must rise.
 #include "ptx.cuh"
 #include "work.cuh"
 
@@ -32,14 +32,20 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kRescaleSlack = 8.0f;  // a row's reference may be exceeded by 2^8 before its accumulators are rescaled
 
-template <int Stages>
+constexpr float kNoReference = -1e30f;  // of a row that has seen nothing: finite, so that no difference is NaN
+constexpr int kValueBarrier = 1;        // named barrier of the value warps
+
+template <int Stages, int PartialBuffers>
 struct Barriers {
   uint32_t base;
   __device__ uint32_t landed(int stage) const { return base + 8 * stage; }
   __device__ uint32_t done(int stage) const { return base + 8 * (Stages + stage); }
-  __device__ uint32_t ready(int buffer) const { return base + 8 * (2 * Stages + buffer); }
-  __device__ uint32_t exchanged(int half) const { return base + 8 * (2 * Stages + kProbBuffers + half); }
+  __device__ uint32_t published(int buffer) const { return base + 8 * (2 * Stages + buffer); }
+  __device__ uint32_t consumed(int buffer) const { return base + 8 * (2 * Stages + PartialBuffers + buffer); }
 };
+
+template <typename Cfg>
+using BarriersOf = Barriers<Cfg::kStages, Cfg::kPartialBuffers>;
 
 // A position in a ring of stages or buffers, advanced tile by tile.
 template <int Slots>
@@ -51,8 +57,8 @@ struct Ring {
   }
 };
 
-// A warp's arrival, made by one lane for all. Race checkers follow only threads that arrive themselves: for them every lane
-// can be made to (SM120_ALL_LANES_ARRIVE).
+// A warp's arrival, made by one lane for all. Race checkers follow only threads that arrive themselves: for them every
+// lane can be made to (SM120_ALL_LANES_ARRIVE).
 #ifdef SM120_ALL_LANES_ARRIVE
 constexpr int kWarpArrivals = 32;
 __device__ __forceinline__ void arrive(uint32_t mbar, int) { ptx::mbarrier_arrive(mbar); }
@@ -71,41 +77,156 @@ __device__ __forceinline__ float soft_cap(float logit, float cap) {
 
 // ---------------------------------------------------------------------------------------------------- score warps ----
 
+// Copies KV rows, a tile at a time, ahead of their use; 8 lanes a token, 4 tokens a warp. Slots too are copied to
+// shared memory, a warp for itself, 8 tiles at a time, a lane per (tile, token of the warp), and two batches ahead: a
+// load into a register would make the warp wait for it at the next barrier, for the two share a scoreboard.
+template <typename Kv, int RowGroups>
+struct Loader {
+  using Cfg = Config<Kv, RowGroups>;
+  static constexpr int kWarpTokens = kTileTokens / kScoreWarps, kBatchTiles = kSlotBatchTiles;
+  static constexpr int kLanes = 32 / kWarpTokens, kChunks = Cfg::kRowBytes / 16;
+  static constexpr int kCopies = (kChunks + kLanes - 1) / kLanes;  // of a thread, for one tile
+
+  const Args& a;
+  BarriersOf<Cfg> bars;
+  Work work;
+  int warp, lane;
+  int left;              // tiles still to issue
+  int lead = 0;          // tiles issued that the score warps have not begun
+  int batch_left;        // of them, whose slots are here
+  int batch_tile;        // first tile of the batch
+  int length;            // of the current segment
+  const int32_t* slots;  // of its tokens
+  uint32_t slot_ring;    // shared: this lane's place in the first batch of slots
+  uint32_t slot_from;    // shared: the next tile's slot of this thread's token
+  int batch_slot = 0;    // place of the current batch in the ring
+  const char* pool;      // kv, at this lane's piece of a row
+  int slot;              // of the next tile
+  bool stage_free;       // of the next tile
+  const char* source;    // of the tile under way, at this lane's piece of its row
+  uint32_t target;       // this thread's place in stage 0
+  Ring<Cfg::kStages> ring;
+
+  __device__ Loader(const Args& args, BarriersOf<Cfg> barriers, uint32_t stages, const Work& w, int warp_, int lane_)
+      : a(args), bars(barriers), work(w), warp(warp_), lane(lane_), left(w.left) {
+    slot_ring = stages - Cfg::kStages0 + Cfg::kSlots + (warp * 32 + lane) * 4;
+    pool = static_cast<const char*>(a.p.kv) + lane % kLanes * 16;
+    target = stages + (warp * kWarpTokens + lane / kLanes) * Cfg::kRowStride + lane % kLanes * 16;
+    enter_segment();
+  }
+
+  __device__ void enter_segment() {
+    const int batch = work.segment.batch;
+    length = kv_len(a, batch);
+    slots = a.p.req_to_token +
+            int64_t(a.p.req_pool_indices[int64_t(batch) * a.p.req_pool_indices_stride]) * a.p.req_to_token_stride;
+    batch_tile = work.segment.tile_begin;
+    ptx::cp_async_wait_all();  // the last segment's look-ahead went to the same places
+    fetch_slots(batch_tile, batch_slot);
+    fetch_slots(batch_tile + kBatchTiles, (batch_slot + 1) % kSlotBatches);
+    ptx::cp_async_wait_all();
+    __syncwarp();
+    begin_batch();
+  }
+
+  // Past the end the last token again: finite values, whose probability is 0.
+  __device__ void fetch_slots(int first_tile, int to) const {
+    const int at = (first_tile + lane / kWarpTokens) * kTileTokens + warp * kWarpTokens + lane % kWarpTokens;
+    ptx::cp_async_4(slot_ring + to * kSlotBatchBytes, slots + min(at, length - 1));
+  }
+
+  // The batch after the next is fetched now: it has landed once any tile issued from here on has.
+  __device__ void begin_batch() {
+    fetch_slots(batch_tile + 2 * kBatchTiles, (batch_slot + 2) % kSlotBatches);
+    batch_left = min(work.segment.tile_end - batch_tile, kBatchTiles);
+    slot_from = slot_ring + batch_slot * kSlotBatchBytes + (lane / kLanes - lane) * 4;
+  }
+
+  // Looks up, ahead of `begin`, what it needs to know: where the next row lies and whether its stage is free.
+  __device__ void look() {
+    slot = ptx::load_shared(slot_from);
+    stage_free = ptx::mbarrier_test(bars.done(ring.slot), ring.parity ^ 1);  // a fresh barrier counts as done
+  }
+
+  // Whether the next copy can be begun now. Waits for its stage only where the copies would otherwise fall behind.
+  __device__ bool begin() {
+    bool goes = __all_sync(~0u, stage_free && left > 0);
+    if (!goes && left > 0 && lead < Cfg::kStages - 2) {
+      ptx::mbarrier_wait(bars.done(ring.slot), ring.parity ^ 1);
+      goes = true;
+    }
+    source = pool + uint64_t(uint32_t(slot)) * uint32_t(a.p.kv_stride_bytes);
+    return goes;
+  }
+
+  // This thread's copies `first` to `last` - 1 of the tile.
+  __device__ void copy(int first, int last) const {
+    const uint32_t to = target + ring.slot * Cfg::kStageBytes;
+#pragma unroll
+    for (int i = first; i < last; ++i) {
+      if ((i + 1) * kLanes <= kChunks || lane % kLanes < kChunks % kLanes) {
+        ptx::cp_async_16(to + i * kLanes * 16, source + i * kLanes * 16);
+      }
+    }
+  }
+
+  __device__ void end() {
+    ptx::cp_async_arrive(bars.landed(ring.slot));
+    ring.advance();
+    slot_from += kWarpTokens * 4;
+    --left;
+    ++lead;
+    if (--batch_left > 0 || left == 0) return;
+    if (batch_tile + kBatchTiles < work.segment.tile_end) {
+      batch_tile += kBatchTiles;
+      batch_slot = (batch_slot + 1) % kSlotBatches;
+      begin_batch();
+    } else {
+      work.next(a);
+      enter_segment();
+    }
+  }
+};
+
 template <typename Kv, int RowGroups>
 struct ScoreRole {
   using Cfg = Config<Kv, RowGroups>;
   using Mma = typename Kv::Mma;
   static constexpr int kSteps = kHeadDim / kScoreWarps / 16;  // k16 steps of a warp's column quarter
   static constexpr int kPairs = (kSteps + 1) / 2;
-  static constexpr int kOwned = Cfg::kOwnedGroups;            // warp w owns row groups w and w + 4
+  static constexpr int kChains = RowGroups == 1   ? 3
+                                 : RowGroups <= 3 ? 2
+                                                  : 1;  // sums kept apart: few rows wait on latency
+
+  // Partial S^T of a tile: (token lane / 4, + 8) x (row 2 (lane % 4), + 1) of each row group.
+  using Partials = float[kChains][RowGroups][4];
 
   const Args& a;
   char* smem;
-  Barriers<Cfg::kStages> bars;
+  BarriersOf<Cfg> bars;
   int warp, lane;
-  uint32_t q[kSteps][RowGroups][2];                           // Q^T fragments
+  Loader<Kv, RowGroups> loader;
+  uint32_t keys_at;                   // this lane's place in the keys of stage 0
+  uint32_t q[kSteps][RowGroups][2];   // Q^T fragments
+  Ring<Cfg::kStages> ring;            // stage to multiply next
+  Ring<Cfg::kPartialBuffers> buffer;  // where the next partials go
 
-  // Partial S^T of a tile: (token lane / 4, + 8) x (row 2 (lane % 4), + 1) of each row group. Two take turns, so that the
-  // products of one tile need not wait until the other's have been read out.
-  using Partials = float[RowGroups][4];
-
-  // Softmax state of the owned groups' two rows of this thread, log2 units. The sum is this thread's share.
-  float reference[kOwned][2], row_sum[kOwned][2];
-
-  uint32_t stages;
-  int batch, length, first_row;                               // of the current segment
-  Ring<Cfg::kStages> next;                                    // stage to multiply next
-  Ring<kProbBuffers> buffer;                                  // where the next probabilities go
-  int exchange = 0;                                           // which half of the partials
-  int tiles_done = 0;
-
-  __device__ int owned(int i) const { return warp + kScoreWarps * i; }
+  __device__ ScoreRole(const Args& args, char* shared, BarriersOf<Cfg> barriers, const Work& work, int warp_, int lane_)
+      : a(args),
+        smem(shared),
+        bars(barriers),
+        warp(warp_),
+        lane(lane_),
+        loader(args, barriers, ptx::smem_addr(shared + Cfg::kStages0), work, warp_, lane_),
+        keys_at(ptx::smem_addr(shared + Cfg::kStages0) + lane_ % 16 * Cfg::kRowStride + lane_ / 16 * 16 +
+                warp_ * (Cfg::kRowBytes / kScoreWarps)) {}
 
   __device__ void load_queries(int64_t first_row, int valid_rows) {
     const int g = lane / 4, t = lane % 4;
     // e4m3 is loaded in 16-bit pairs, so a thread's two fragment registers are four neighbouring columns.
     constexpr int kThreadStride = Kv::kBytes == 2 ? 2 : 4, kSecond = Kv::kBytes == 2 ? 8 : 2;
-    const auto* base = static_cast<const __nv_bfloat16*>(a.p.q) + first_row * kHeadDim + warp * (kHeadDim / kScoreWarps);
+    const auto* base =
+        static_cast<const __nv_bfloat16*>(a.p.q) + first_row * kHeadDim + warp * (kHeadDim / kScoreWarps);
 #pragma unroll
     for (int j = 0; j < RowGroups; ++j) {
       const bool valid = 8 * j + g < valid_rows;
@@ -126,28 +247,24 @@ struct ScoreRole {
   }
 
   // K fragments of k16 steps 2 pair and 2 pair + 1 of this warp's columns, as stored.
-  __device__ void load_keys(uint32_t stage, int pair, uint32_t (&raw)[2][4]) const {
-    const uint32_t tokens =
-        stage + (lane % 16) * Cfg::kRowStride + warp * (Cfg::kRowBytes / kScoreWarps) + pair * 32 * Kv::kBytes;
+  __device__ void load_keys(uint32_t at, int pair, uint32_t (&raw)[2][4]) const {
+    const uint32_t columns = at + pair * 32 * Kv::kBytes;
     const bool two_steps = 2 * pair + 1 < kSteps;
     if constexpr (Kv::kBytes == 2) {
-      ptx::ldmatrix_x4(raw[0], tokens + lane / 16 * 16);
-      if (two_steps) ptx::ldmatrix_x4(raw[1], tokens + lane / 16 * 16 + 32);
+      ptx::ldmatrix_x4(raw[0], columns);
+      if (two_steps) ptx::ldmatrix_x4(raw[1], columns + 32);
     } else if (two_steps) {
-      ptx::ldmatrix_x4(raw[0], tokens + lane / 16 * 16);
+      ptx::ldmatrix_x4(raw[0], columns);
     } else {
-      ptx::ldmatrix_x2(raw[0][0], raw[0][1], tokens);
+      ptx::ldmatrix_x2(raw[0][0], raw[0][1], columns);
     }
   }
 
-  // Adds those steps' products to the partial S^T; the first pair starts it.
+  // Adds those steps' products to the partial S^T; the first step of a chain starts it.
   __device__ void multiply(int pair, const uint32_t (&raw)[2][4], Partials& s) const {
-    if (pair == 0) {
-#pragma unroll
-      for (int j = 0; j < RowGroups; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.f;
-    }
 #pragma unroll
     for (int i = 0; i < 2 && 2 * pair + i < kSteps; ++i) {
+      const int step = 2 * pair + i;
       uint32_t k[4];
       if constexpr (Kv::kBytes == 2) {
 #pragma unroll
@@ -156,55 +273,190 @@ struct ScoreRole {
         k[0] = ptx::e4m3x2_to_half2(raw[0][2 * i]), k[1] = ptx::e4m3x2_to_half2(raw[0][2 * i + 1]);
         k[2] = ptx::e4m3x2_to_half2(raw[0][2 * i] >> 16), k[3] = ptx::e4m3x2_to_half2(raw[0][2 * i + 1] >> 16);
       }
+      auto& sums = s[step % kChains];
 #pragma unroll
-      for (int j = 0; j < RowGroups; ++j) ptx::mma_16816<Mma>(s[j], k, q[2 * pair + i][j]);
-    }
-  }
-
-  // Partials of row group j: slot 0..2 for the three warps that do not own it, a float4 a lane.
-  __device__ float4* partial(int j, int slot) const {
-    return reinterpret_cast<float4*>(smem + Cfg::kPartials + exchange * Cfg::kPartialBytes) + (j * 3 + slot) * 32 + lane;
-  }
-
-  // Sends the partials of other warps' groups to their owners; own[] keeps the rest, -inf where there is no i-th group.
-  __device__ void send_partials(const Partials& s, float (&own)[kOwned][4]) const {
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) own[i][0] = own[i][1] = own[i][2] = own[i][3] = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < RowGroups; ++j) {
-      const bool mine = ((warp - j) & 3) == 0;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) own[j / 4][c] = mine ? s[j][c] : own[j / 4][c];
-    }
-#pragma unroll
-    for (int j = 0; j < RowGroups; ++j) {
-      const int distance = (warp - j) & 3;                    // 0: own group
-      if (distance != 0) *partial(j, distance - 1) = {s[j][0], s[j][1], s[j][2], s[j][3]};
-    }
-  }
-
-  __device__ void receive_partials(float (&own)[kOwned][4]) const {
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-      if (owned(i) >= RowGroups) continue;
-#pragma unroll
-      for (int slot = 0; slot < 3; ++slot) {
-        const float4 v = *partial(owned(i), slot);
-        own[i][0] += v.x, own[i][1] += v.y, own[i][2] += v.z, own[i][3] += v.w;
+      for (int j = 0; j < RowGroups; ++j) {
+        if (step < kChains) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0.f;
+        ptx::mma_16816<Mma>(sums[j], k, q[step][j]);
       }
     }
   }
 
-  // Hides what a row may not see among the request's own new tokens.
-  __device__ void mask(float (&x)[kOwned][4], int tile) const {
+  // Hands a tile's partial scores to the value warps, laid out as they read them (see kUnits in config.h).
+  __device__ void publish(const Partials& s) {
+    ptx::mbarrier_wait(bars.consumed(buffer.slot), buffer.parity ^ 1);
+    char* to = smem + Cfg::kPartials + buffer.slot * Cfg::kPartialBytes;
+    const auto sum = [&](int j, int c) {
+      float total = j < RowGroups ? s[0][j][c] : 0.f;
+#pragma unroll
+      for (int chain = 1; chain < kChains; ++chain) total += j < RowGroups ? s[chain][j][c] : 0.f;
+      return total;
+    };
+#pragma unroll
+    for (int v = 0; v < kValueWarps && v < 2 * RowGroups; ++v) {
+      const int j = v / 2, c = v % 2 * 2, at = (v * kScoreWarps + warp) * 32 + lane;
+      if constexpr (Cfg::kUnits >= 2) {
+        reinterpret_cast<float4*>(to)[at] = {sum(j, c), sum(j, c + 1), sum(j + 2, c), sum(j + 2, c + 1)};
+      }
+      if constexpr (Cfg::kUnits != 2) {
+        constexpr int kLast = Cfg::kUnits == 3 ? 4 : 0;
+        if (j + kLast < RowGroups) {
+          reinterpret_cast<float2*>(to + Cfg::kWideBytes)[at] = {sum(j + kLast, c), sum(j + kLast, c + 1)};
+        }
+      }
+    }
+    arrive(bars.published(buffer.slot), lane);
+    buffer.advance();
+  }
+
+  // Partial scores of the next tile; `previous` are published, and a later tile's copies issued, in the shadow of the
+  // products.
+  template <bool Publish>
+  __device__ void score(Partials& s, const Partials& previous) {
+    uint32_t keys[2][2][4];  // loaded a pair of steps ahead of their products
+    const uint32_t stage = keys_at + ring.slot * Cfg::kStageBytes;
+    bool publishes = Publish;
+    if (!Publish) {
+      ptx::mbarrier_wait(bars.landed(ring.slot), ring.parity);
+    } else if (!__all_sync(~0u, ptx::mbarrier_test(bars.landed(ring.slot), ring.parity))) {
+      publish(previous);  // rather than let the value warps wait for the copy as well
+      publishes = false;
+      ptx::mbarrier_wait(bars.landed(ring.slot), ring.parity);
+    }
+    load_keys(stage, 0, keys[0]);
+    load_keys(stage, 1, keys[1]);
+    --loader.lead;
+    loader.look();
+    multiply(0, keys[0], s);
+    if (publishes) publish(previous);
+    load_keys(stage, 2, keys[0]);
+    multiply(1, keys[1], s);
+    const bool copies = loader.begin();
+#pragma unroll
+    for (int pair = 2; pair < kPairs; ++pair) {
+      constexpr int kParts = kPairs - 2;
+      if (pair + 1 < kPairs) load_keys(stage, pair + 1, keys[(pair + 1) % 2]);
+      multiply(pair, keys[pair % 2], s);
+      if (copies) loader.copy(loader.kCopies * (pair - 2) / kParts, loader.kCopies * (pair - 1) / kParts);
+    }
+    if (copies) loader.end();
+    ring.advance();
+  }
+
+  __device__ void run(Work work) {
+    for (int n = 0; n < Cfg::kStages && loader.left > 0; ++n) {
+      loader.look();
+      loader.begin();
+      loader.copy(0, loader.kCopies);
+      loader.end();
+    }
+    do {
+      const Segment& segment = work.segment;
+      const int first_row = work.row_tile * Cfg::kRows;
+      load_queries(int64_t(q_begin(a, segment.batch)) * a.p.heads + first_row,
+                   q_len(a, segment.batch) * a.p.heads - first_row);
+      Partials even, odd;
+      score<false>(even, odd);
+      int left = segment.tile_end - segment.tile_begin - 1;
+#pragma unroll 1
+      for (; left >= 2; left -= 2) {
+        score<true>(odd, even);
+        score<true>(even, odd);
+      }
+      if (left == 1) {
+        score<true>(odd, even);
+        publish(odd);
+      } else {
+        publish(even);
+      }
+    } while (work.next(a));
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------- value warps ----
+
+template <typename Kv, int RowGroups>
+struct ValueRole {
+  using Cfg = Config<Kv, RowGroups>;
+  using Mma = typename Kv::Mma;
+  static constexpr int kColumns = kLatentDim / kValueWarps, kTiles = kColumns / 16;  // of a warp; its m16 tiles
+  static constexpr int kUnits = Cfg::kUnits;
+
+  const Args& a;
+  char* smem;
+  BarriersOf<Cfg> bars;
+  int warp, lane;
+  float o[kTiles][RowGroups][4];
+
+  // Softmax state of this thread's rows, two a unit, log2 units. Both halves' threads keep the same references.
+  // The sum is this thread's share.
+  float reference[kUnits][2], row_sum[kUnits][2];
+  int batch, length, first_row;  // of the current segment
+
+  __device__ bool has_unit(int i) const {
+    return kValueWarps * (i + 1) <= 2 * RowGroups || warp + kValueWarps * i < 2 * RowGroups;
+  }
+  __device__ int half() const { return warp % 2; }
+  __device__ int row(int i, int c) const { return 8 * (warp / 2 + kValueWarps / 2 * i) + 2 * (lane % 4) + c; }
+  __device__ float& shared_row(int at, int r) const { return reinterpret_cast<float*>(smem + at)[r]; }
+
+  __device__ void clear() {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int j = 0; j < RowGroups; ++j) o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0.f;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      reference[i][0] = reference[i][1] = kNoReference;
+      row_sum[i][0] = row_sum[i][1] = 0.f;
+    }
+  }
+
+  // A thread's accumulator columns are rows 8 j + 2 (lane % 4) and the next one.
+  __device__ void scale_group(int j, float even, float odd) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) o[m][j][0] *= even, o[m][j][1] *= odd, o[m][j][2] *= even, o[m][j][3] *= odd;
+  }
+
+  // Sums the score warps' partials of this thread's units, always in the same order; logits in log2 units.
+  __device__ void receive(int slot, float (&x)[kUnits][2]) const {
+    const char* from = smem + Cfg::kPartials + slot * Cfg::kPartialBytes;
+    const int at = warp * kScoreWarps * 32 + lane;
+    float4 wide[kScoreWarps];
+    float2 narrow[kScoreWarps];
+#pragma unroll
+    for (int w = 0; w < kScoreWarps; ++w) {
+      if (kUnits >= 2 && has_unit(0)) wide[w] = reinterpret_cast<const float4*>(from)[at + w * 32];
+      if (kUnits != 2 && has_unit(kUnits - 1)) {
+        narrow[w] = reinterpret_cast<const float2*>(from + Cfg::kWideBytes)[at + w * 32];
+      }
+    }
+    const float scale = a.p.sm_scale * a.p.kv_scale * kLog2e;
+    const auto total = [&](int i, float v0, float v1, float v2, float v3) {
+      return has_unit(i) ? ((v0 + v1) + (v2 + v3)) * scale : -INFINITY;
+    };
+    if constexpr (kUnits >= 2) {
+      x[0][0] = total(0, wide[0].x, wide[1].x, wide[2].x, wide[3].x);
+      x[0][1] = total(0, wide[0].y, wide[1].y, wide[2].y, wide[3].y);
+      x[1][0] = total(1, wide[0].z, wide[1].z, wide[2].z, wide[3].z);
+      x[1][1] = total(1, wide[0].w, wide[1].w, wide[2].w, wide[3].w);
+    }
+    if constexpr (kUnits != 2) {
+      x[kUnits - 1][0] = total(kUnits - 1, narrow[0].x, narrow[1].x, narrow[2].x, narrow[3].x);
+      x[kUnits - 1][1] = total(kUnits - 1, narrow[0].y, narrow[1].y, narrow[2].y, narrow[3].y);
+    }
+  }
+
+  // The soft cap, and what a row may not see among the request's own new tokens.
+  __device__ void cap_and_mask(float (&x)[kUnits][2], int tile) const {
     const int queries = q_len(a, batch), new_tokens = min(queries, length);
-    const int first_new = tile * kTileTokens + lane / 4 - (length - new_tokens);
+    const int j = tile * kTileTokens + 8 * half() + lane / 4 - (length - new_tokens);
 #pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
+    for (int i = 0; i < kUnits; ++i) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int row = min(first_row + 8 * owned(i) + 2 * (lane % 4) + c % 2, queries * a.p.heads - 1);
-        const int token = row / a.p.heads, j = first_new + 8 * (c / 2);
+      for (int c = 0; c < 2; ++c) {
+        if (a.p.logit_cap > 0.f) x[i][c] = soft_cap(x[i][c] * kLn2, a.p.logit_cap) * kLog2e;
+        const int token = min(first_row + row(i, c), queries * a.p.heads - 1) / a.p.heads;
         bool seen = j < 0;
         if (j >= 0 && j < new_tokens && token < new_tokens) {
           seen = a.p.tree_mask
@@ -216,298 +468,73 @@ struct ScoreRole {
     }
   }
 
-  // Moves the references of the owned rows that have risen by more than the slack. Rare: nothing is exchanged otherwise.
-  __device__ void raise_references(const float (&x)[kOwned][4]) {
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float peak = fmaxf(x[i][c], x[i][c + 2]);
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
-        const bool rises = peak > reference[i][c] + kRescaleSlack;
-        const float factor = rises ? ptx::exp2_approx(reference[i][c] - peak) : 1.f;  // 0 if the row saw nothing yet
-        if (rises) reference[i][c] = peak;
-        row_sum[i][c] *= factor;
-        if (lane < 4 && owned(i) < RowGroups) {
-          reinterpret_cast<float*>(smem + Cfg::kRescale)[buffer.slot * Cfg::kRows + 8 * owned(i) + 2 * lane + c] = factor;
-        }
-      }
-    }
-  }
-
-  __device__ void exponentiate(const float (&x)[kOwned][4], float (&prob)[kOwned][4]) const {
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float r = reference[i][c % 2];
-        prob[i][c] = ptx::exp2_approx(x[i][c] - (r == -INFINITY ? 0.f : r));
-      }
-    }
-  }
-
-  // Online softmax of the owned rows' logits (log2 units): probabilities to shared memory.
-  __device__ void softmax(const float (&x)[kOwned][4]) {
-    float prob[kOwned][4];
-    exponentiate(x, prob);                                    // right unless a reference has to rise
+  // Probabilities of this thread's logits to shared memory; returns whether one is above its reference's slack.
+  __device__ bool exponentiate(const float (&x)[kUnits][2], float (&prob)[kUnits][2], char* probs) const {
     bool exceeds = false;
+    char* at = probs + (8 * half() + lane / 4) * Cfg::kProbStride + warp / 2 * 16 + lane % 4 * 4;
 #pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-      exceeds |= fmaxf(x[i][0], x[i][2]) > reference[i][0] + kRescaleSlack;
-      exceeds |= fmaxf(x[i][1], x[i][3]) > reference[i][1] + kRescaleSlack;
-    }
-    const bool raises = __any_sync(~0u, exceeds);
-    if (__builtin_expect(raises, 0)) {
-      raise_references(x);
-      exponentiate(x, prob);
-    }
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-      row_sum[i][0] += prob[i][0] + prob[i][2];
-      row_sum[i][1] += prob[i][1] + prob[i][3];
-      if (owned(i) < RowGroups) {
-        char* at = smem + Cfg::kProbs + buffer.slot * Cfg::kProbBytes + lane / 4 * Cfg::kProbStride + owned(i) * 16 + lane % 4 * 4;
-        *reinterpret_cast<uint32_t*>(at) = ptx::pack2<Mma>(prob[i][0], prob[i][1]);
-        *reinterpret_cast<uint32_t*>(at + 8 * Cfg::kProbStride) = ptx::pack2<Mma>(prob[i][2], prob[i][3]);
-        if (lane == 0) reinterpret_cast<uint8_t*>(smem + Cfg::kFlags)[buffer.slot * 8 + owned(i)] = raises;
-      }
-    }
-  }
-
-  // After a segment's last tile: the divisors for the value warps, and the log-sum-exps.
-  __device__ void finish(const Segment& segment) const {
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
+    for (int i = 0; i < kUnits; ++i) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float sum = row_sum[i][c];
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        const int row = 8 * owned(i) + 2 * (lane % 4) + c;
-        if (lane >= 4 || row >= Cfg::kRows) continue;
-        reinterpret_cast<float*>(smem + Cfg::kInverseSum)[buffer.slot * Cfg::kRows + row] =
-            sum > 0.f ? a.p.kv_scale / sum : 0.f;
-        if (first_row + row >= q_len(a, batch) * a.p.heads) continue;
-        const float lse = sum > 0.f ? (reference[i][c] + log2f(sum)) * kLn2 : -INFINITY;
-        if (segment.whole()) {
-          a.p.lse[int64_t(q_begin(a, batch)) * a.p.heads + first_row + row] = lse;
-        } else {
-          a.ws.lse[int64_t(partial_slot(a, blockIdx.x, segment.tile_begin > 0)) * kMaxRows + row] = lse;
-        }
+        const float above = x[i][c] - reference[i][c];
+        exceeds |= above > kRescaleSlack;
+        prob[i][c] = ptx::exp2_approx(above);
       }
+      if (has_unit(i)) {
+        *reinterpret_cast<uint32_t*>(at + i * kValueWarps / 2 * 16) = ptx::pack2<Mma>(prob[i][0], prob[i][1]);
+      }
+    }
+    return exceeds;
+  }
+
+  // Moves the references of rows that have risen by more than the slack, and rescales what was summed against them.
+  // Rare.
+  __device__ void raise_references(const float (&x)[kUnits][2]) {
+    const int peaks = Cfg::kRowPairs + half() * Cfg::kRows * 4, other = Cfg::kRowPairs + (1 - half()) * Cfg::kRows * 4;
+    float peak[kUnits][2];
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        peak[i][c] = x[i][c];
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) peak[i][c] = fmaxf(peak[i][c], __shfl_xor_sync(~0u, peak[i][c], step));
+        if (lane < 4 && has_unit(i)) shared_row(peaks, row(i, c)) = peak[i][c];
+      }
+    }
+    ptx::barrier_sync(kValueBarrier, kValueThreads);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      if (!has_unit(i)) continue;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        peak[i][c] = fmaxf(peak[i][c], shared_row(other, row(i, c)));
+        const bool rises = peak[i][c] > reference[i][c] + kRescaleSlack;
+        const float factor = rises ? ptx::exp2_approx(reference[i][c] - peak[i][c]) : 1.f;
+        if (rises) reference[i][c] = peak[i][c];
+        row_sum[i][c] *= factor;
+        if (half() == 0 && lane < 4) shared_row(Cfg::kRescale, row(i, c)) = factor;
+      }
+    }
+    ptx::barrier_sync(kValueBarrier, kValueThreads);
+#pragma unroll
+    for (int j = 0; j < RowGroups; ++j) {
+      const int r = 8 * j + 2 * (lane % 4);
+      scale_group(j, shared_row(Cfg::kRescale, r), shared_row(Cfg::kRescale, r + 1));
     }
   }
 
-  // probs[buffer] was last used by the tile three back from this one: four back from the next.
-  __device__ void wait_probs_free() const {
-    const bool wrapped = next.slot < 4;
-    if (tiles_done >= 3) ptx::mbarrier_wait(bars.done(next.slot - 4 + (wrapped ? Cfg::kStages : 0)), next.parity ^ wrapped);
-  }
-
-  __device__ void wait_landed() const { ptx::mbarrier_wait(bars.landed(next.slot), next.parity); }
-
-  // Exchange and softmax of `tile`, whose partials are in s, with the products of the next tile around them.
-  template <bool HasNext, bool Plain>
-  __device__ void step(const Segment& segment, int tile, const Partials& s, Partials& s_next) {
-    float x[kOwned][4];
-    uint32_t keys[2][2][4];                                   // loaded a pair of steps ahead of their products
-    const uint32_t stage = stages + next.slot * Cfg::kStageBytes;
-    if (!HasNext || Cfg::kStages > 4) wait_probs_free();
-    if constexpr (HasNext) {
-      wait_landed();
-      load_keys(stage, 0, keys[0]);
+  // Online softmax of a tile's logits: probabilities of all rows in `probs` when it returns.
+  __device__ void softmax(const float (&x)[kUnits][2], char* probs) {
+    float prob[kUnits][2];
+    const bool exceeds = exponentiate(x, prob, probs);  // right unless a reference has to rise
+    if (__builtin_expect(ptx::barrier_any(kValueBarrier, kValueThreads, exceeds), 0)) {
+      raise_references(x);
+      exponentiate(x, prob, probs);
+      ptx::barrier_sync(kValueBarrier, kValueThreads);
     }
-    send_partials(s, x);
-    arrive(bars.exchanged(exchange), lane);
-    if constexpr (HasNext) {
-      load_keys(stage, 1, keys[1]);
-      multiply(0, keys[0], s_next);
-      load_keys(stage, 2, keys[0]);
-      multiply(1, keys[1], s_next);
-    }
-    ptx::mbarrier_wait(bars.exchanged(exchange), (tiles_done / 2) & 1);
-    receive_partials(x);
-    exchange ^= 1;
-    if constexpr (HasNext) {
 #pragma unroll
-      for (int pair = 2; pair < kPairs; ++pair) {
-        if (pair + 1 < kPairs) load_keys(stage, pair + 1, keys[(pair + 1) % 2]);
-        multiply(pair, keys[pair % 2], s_next);
-      }
-      next.advance();
-    }
-    const float scale = a.p.sm_scale * a.p.kv_scale;
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (Plain || a.p.logit_cap <= 0.f) {
-          x[i][c] *= scale * kLog2e;
-        } else {
-          x[i][c] = soft_cap(x[i][c] * scale, a.p.logit_cap) * kLog2e;
-        }
-      }
-    }
-    if constexpr (!Plain) mask(x, tile);
-    softmax(x);
-    if constexpr (!HasNext) finish(segment);
-    arrive(bars.ready(buffer.slot), lane);
-    buffer.advance();
-    ++tiles_done;
-  }
-
-  __device__ void run(Work work) {
-    stages = ptx::smem_addr(smem + Cfg::kStages0);
-    first_row = work.row_tile * Cfg::kRows;
-    do {
-      const Segment& segment = work.segment;
-      batch = segment.batch;
-      length = kv_len(a, batch);
-      const int queries = q_len(a, batch), prefix = length - min(queries, length);
-      load_queries(int64_t(q_begin(a, batch)) * a.p.heads + first_row, queries * a.p.heads - first_row);
-#pragma unroll
-      for (int i = 0; i < kOwned; ++i) {
-        reference[i][0] = reference[i][1] = -INFINITY;
-        row_sum[i][0] = row_sum[i][1] = 0.f;
-      }
-      Partials even, odd;
-      wait_landed();
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        uint32_t keys[2][4];
-        load_keys(stages + next.slot * Cfg::kStageBytes, pair, keys);
-        multiply(pair, keys, even);
-      }
-      next.advance();
-      // Tiles that lie wholly in the prefix need no mask.
-      const int plain_end = a.p.logit_cap > 0.f ? 0 : min(prefix / kTileTokens, segment.tile_end - 1);
-      int tile = segment.tile_begin;
-#pragma unroll 1
-      for (; tile + 1 < plain_end; tile += 2) {
-        step<true, true>(segment, tile, even, odd);
-        step<true, true>(segment, tile + 1, odd, even);
-      }
-#pragma unroll 1
-      for (; tile < segment.tile_end - 1; ++tile) {
-        step<true, false>(segment, tile, even, odd);
-#pragma unroll
-        for (int j = 0; j < RowGroups; ++j) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) even[j][c] = odd[j][c];
-        }
-      }
-      step<false, false>(segment, tile, even, odd);
-    } while (work.next(a));
-  }
-};
-
-// ---------------------------------------------------------------------------------------------------- value warps ----
-
-// Copies KV rows, a tile at a time, ahead of their use; 8 lanes a token, 4 tokens a warp. Slots are read 8 tiles at a
-// time, a lane per (tile, token of the warp), and a batch ahead, so that inside a segment their latency is not waited for.
-template <typename Kv, int RowGroups>
-struct Loader {
-  using Cfg = Config<Kv, RowGroups>;
-  static constexpr int kWarpTokens = kTileTokens / kValueWarps, kBatchTiles = 32 / kWarpTokens;
-  static constexpr int kLanes = 32 / kWarpTokens, kChunks = Cfg::kRowBytes / 16;
-
-  const Args& a;
-  Barriers<Cfg::kStages> bars;
-  Work work;
-  int warp, lane;
-  int left;                                                   // tiles still to issue
-  int batch_left;                                             // of them, whose slots are here
-  int from;                                                   // lane that holds the next tile's slot of this thread's token
-  int batch_tile;                                             // first tile of the batch
-  int length, slots_now, slots_next;                          // of the current segment; this lane's slots
-  const int32_t* slots;
-  const char* pool;                                           // kv, at this lane's piece of a row
-  uint32_t target;                                            // this thread's place in stage 0
-  Ring<Cfg::kStages> ring;
-
-  __device__ Loader(const Args& args, Barriers<Cfg::kStages> barriers, uint32_t stages, const Work& w, int thread)
-      : a(args), bars(barriers), work(w), warp(thread / 32), lane(thread % 32), left(w.left) {
-    pool = static_cast<const char*>(a.p.kv) + lane % kLanes * 16;
-    target = stages + (warp * kWarpTokens + lane / kLanes) * Cfg::kRowStride + lane % kLanes * 16;
-    enter_segment();
-  }
-
-  __device__ void enter_segment() {
-    const int batch = work.segment.batch;
-    length = kv_len(a, batch);
-    slots = a.p.req_to_token +
-            int64_t(a.p.req_pool_indices[int64_t(batch) * a.p.req_pool_indices_stride]) * a.p.req_to_token_stride;
-    slots_next = fetch_slot(work.segment.tile_begin);
-    batch_tile = work.segment.tile_begin - kBatchTiles;
-    next_batch();
-  }
-
-  // Past the end the last token again: finite values, whose probability is 0.
-  __device__ int fetch_slot(int first_tile) const {
-    const int at = (first_tile + lane / kWarpTokens) * kTileTokens + warp * kWarpTokens + lane % kWarpTokens;
-    return slots[min(at, length - 1)];
-  }
-
-  __device__ void next_batch() {
-    batch_tile += kBatchTiles;
-    slots_now = slots_next;
-    slots_next = fetch_slot(batch_tile + kBatchTiles);
-    batch_left = min(work.segment.tile_end - batch_tile, kBatchTiles);
-    from = lane / kLanes;
-  }
-
-  // Issues the next tile's copy into its stage, once the value warps have left it.
-  __device__ void issue() {
-    if (left == 0) return;
-    const int slot = __shfl_sync(~0u, slots_now, from);
-    ptx::mbarrier_wait(bars.done(ring.slot), ring.parity ^ 1);  // a fresh barrier counts as done
-    const char* source = pool + uint64_t(uint32_t(slot)) * uint32_t(a.p.kv_stride_bytes);
-    const uint32_t to = target + ring.slot * Cfg::kStageBytes;
-#pragma unroll
-    for (int i = 0; i < kChunks / kLanes; ++i) ptx::cp_async_16(to + i * kLanes * 16, source + i * kLanes * 16);
-    if constexpr (kChunks % kLanes != 0) {
-      constexpr int kDone = kChunks / kLanes * kLanes * 16;
-      if (lane % kLanes < kChunks % kLanes) ptx::cp_async_16(to + kDone, source + kDone);
-    }
-    ptx::cp_async_arrive(bars.landed(ring.slot));
-    ring.advance();
-    from += kWarpTokens;
-    --left;
-    if (--batch_left > 0 || left == 0) return;
-    if (batch_tile + kBatchTiles < work.segment.tile_end) {
-      next_batch();
-    } else {
-      work.next(a);
-      enter_segment();
-    }
-  }
-};
-
-template <typename Kv, int RowGroups>
-struct ValueRole {
-  using Cfg = Config<Kv, RowGroups>;
-  using Mma = typename Kv::Mma;
-  static constexpr int kColumns = kLatentDim / kValueWarps, kTiles = kColumns / 16;  // of a warp; its m16 tiles
-
-  const Args& a;
-  char* smem;
-  Barriers<Cfg::kStages> bars;
-  int warp, lane;
-  float o[kTiles][RowGroups][4];
-
-  __device__ void clear() {
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-      for (int j = 0; j < RowGroups; ++j) o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0.f;
-  }
-
-  // A thread's accumulator columns are rows 8 j + 2 (lane % 4) and the next one.
-  __device__ void scale_group(int j, const float* factors) {
-    const float2 f = *reinterpret_cast<const float2*>(factors + 8 * j + 2 * (lane % 4));
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) o[m][j][0] *= f.x, o[m][j][1] *= f.y, o[m][j][2] *= f.x, o[m][j][3] *= f.y;
+    for (int i = 0; i < kUnits; ++i) row_sum[i][0] += prob[i][0], row_sum[i][1] += prob[i][1];
   }
 
   // P^T fragments: tokens 0-7 and 8-15 of row group j.
@@ -524,34 +551,35 @@ struct ValueRole {
     }
   }
 
-  // V^T of m-tiles m and m + 1, as stored.
-  __device__ void load_values(uint32_t stage, int m, uint32_t (&raw)[2][4]) const {
+  // One ldmatrix of V^T: an m-tile of bf16, two of fp8, as stored.
+  static constexpr int kLoadTiles = 2 / Kv::kBytes, kLoads = kTiles / kLoadTiles;
+  __device__ void load_values(uint32_t stage, int n, uint32_t (&raw)[4]) const {
     if constexpr (Kv::kBytes == 2) {
-      const uint32_t address =
+      const uint32_t at =
           stage + (lane % 8 + lane / 16 * 8) * Cfg::kRowStride + warp * kColumns * 2 + (lane / 8 % 2) * 16;
-      ptx::ldmatrix_x4_trans(raw[0], address + m * 32);
-      ptx::ldmatrix_x4_trans(raw[1], address + m * 32 + 32);
+      ptx::ldmatrix_x4_trans(raw, at + n * 32);
     } else {
-      ptx::ldmatrix_x4_trans(raw[0], stage + (lane % 16) * Cfg::kRowStride + warp * kColumns + lane / 16 * 16 + m * 16);
+      ptx::ldmatrix_x4_trans(raw, stage + (lane % 16) * Cfg::kRowStride + warp * kColumns + lane / 16 * 16 + n * 32);
     }
   }
 
-  // Adds m-tiles m and m + 1 of V^T P^T.
-  __device__ void multiply(int m, const uint32_t (&raw)[2][4], const uint32_t (&p)[RowGroups][2]) {
+  // Adds its m-tiles of V^T P^T.
+  __device__ void multiply(int n, const uint32_t (&raw)[4], const uint32_t (&p)[RowGroups][2]) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kLoadTiles; ++i) {
       uint32_t v[4];
       if constexpr (Kv::kBytes == 2) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) v[r] = raw[i][r];
+        for (int r = 0; r < 4; ++r) v[r] = raw[r];
       } else {
         // A transposed pair of e4m3 is two latents of one token; byte_perm gathers one latent of two tokens.
-        const uint32_t low = raw[0][2 * i], high = raw[0][2 * i + 1];
+        const uint32_t low = raw[2 * i], high = raw[2 * i + 1];
         v[0] = ptx::e4m3x2_to_half2(__byte_perm(low, 0, 0x20)), v[1] = ptx::e4m3x2_to_half2(__byte_perm(low, 0, 0x31));
-        v[2] = ptx::e4m3x2_to_half2(__byte_perm(high, 0, 0x20)), v[3] = ptx::e4m3x2_to_half2(__byte_perm(high, 0, 0x31));
+        v[2] = ptx::e4m3x2_to_half2(__byte_perm(high, 0, 0x20)),
+        v[3] = ptx::e4m3x2_to_half2(__byte_perm(high, 0, 0x31));
       }
 #pragma unroll
-      for (int j = 0; j < RowGroups; ++j) ptx::mma_16816<Mma>(o[m + i][j], v, p[j]);
+      for (int j = 0; j < RowGroups; ++j) ptx::mma_16816<Mma>(o[kLoadTiles * n + i][j], v, p[j]);
     }
   }
 
@@ -578,60 +606,87 @@ struct ValueRole {
     }
   }
 
-  __device__ void write_out(const Segment& segment, int row_tile) const {
-    const int first_row = row_tile * Cfg::kRows;
-    const int valid_rows = min(q_len(a, segment.batch) * a.p.heads - first_row, Cfg::kRows);
+  // After a segment's last tile: outputs divided by the sums, and the log-sum-exps.
+  __device__ void finish(const Segment& segment) {
+    const int valid_rows = min(q_len(a, batch) * a.p.heads - first_row, Cfg::kRows);
+    const int64_t out_row = int64_t(q_begin(a, batch)) * a.p.heads + first_row;
+    const int64_t slot_row = int64_t(partial_slot(a, blockIdx.x, segment.tile_begin > 0)) * kMaxRows;
+    const auto sum_of = [&](int r) {
+      return shared_row(Cfg::kRowPairs, r) + shared_row(Cfg::kRowPairs, Cfg::kRows + r);
+    };
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) row_sum[i][c] += __shfl_xor_sync(~0u, row_sum[i][c], step);
+        if (lane < 4 && has_unit(i)) shared_row(Cfg::kRowPairs, half() * Cfg::kRows + row(i, c)) = row_sum[i][c];
+      }
+    }
+    ptx::barrier_sync(kValueBarrier, kValueThreads);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (half() != 0 || lane >= 4 || !has_unit(i) || row(i, c) >= valid_rows) continue;
+        const float sum = sum_of(row(i, c));
+        const float lse = sum > 0.f ? (reference[i][c] + log2f(sum)) * kLn2 : -INFINITY;
+        (segment.whole() ? a.p.lse[out_row + row(i, c)] : a.ws.lse[slot_row + row(i, c)]) = lse;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < RowGroups; ++j) {
+      const float even = sum_of(8 * j + 2 * (lane % 4)), odd = sum_of(8 * j + 2 * (lane % 4) + 1);
+      scale_group(j, even > 0.f ? a.p.kv_scale / even : 0.f, odd > 0.f ? a.p.kv_scale / odd : 0.f);
+    }
     if (segment.whole()) {
-      auto* out = static_cast<__nv_bfloat16*>(a.p.out) +
-                  (int64_t(q_begin(a, segment.batch)) * a.p.heads + first_row) * kLatentDim;
-      for_each_output(valid_rows, [&](int row, int column, float v) { out[row * kLatentDim + column] = __float2bfloat16(v); });
+      auto* out = static_cast<__nv_bfloat16*>(a.p.out) + out_row * kLatentDim;
+      for_each_output(valid_rows,
+                      [&](int row, int column, float v) { out[row * kLatentDim + column] = __float2bfloat16(v); });
     } else {
-      float* out = a.ws.out + int64_t(partial_slot(a, blockIdx.x, segment.tile_begin > 0)) * kMaxRows * kLatentDim;
+      float* out = a.ws.out + slot_row * kLatentDim;
       for_each_output(valid_rows, [&](int row, int column, float v) { out[row * kLatentDim + column] = v; });
     }
   }
 
   __device__ void run(Work work) {
-    const uint32_t stages = ptx::smem_addr(smem + Cfg::kStages0), probs = ptx::smem_addr(smem + Cfg::kProbs);
-    Loader<Kv, RowGroups> loader(a, bars, stages, work, threadIdx.x - kScoreThreads);
-    for (int n = 0; n + 1 < Cfg::kStages; ++n) loader.issue();
+    const uint32_t stages = ptx::smem_addr(smem + Cfg::kStages0);
+    first_row = work.row_tile * Cfg::kRows;
     Ring<Cfg::kStages> ring;
-    Ring<kProbBuffers> buffer;
+    Ring<Cfg::kPartialBuffers> partials;
+    int probs_buffer = 0;
     do {
       const Segment& segment = work.segment;
+      batch = segment.batch;
+      length = kv_len(a, batch);
+      // Tiles that lie wholly in the prefix need no mask.
+      const int plain_end = a.p.logit_cap > 0.f ? 0 : (length - min(q_len(a, batch), length)) / kTileTokens;
       clear();
 #pragma unroll 1
       for (int tile = segment.tile_begin; tile < segment.tile_end; ++tile) {
-        loader.issue();
-        ptx::mbarrier_wait(bars.ready(buffer.slot), buffer.parity);
-        uint32_t p[RowGroups][2];
-        load_probs(probs + buffer.slot * Cfg::kProbBytes, p);
-        const uint64_t flags = reinterpret_cast<const uint64_t*>(smem + Cfg::kFlags)[buffer.slot];
+        char* probs = smem + Cfg::kProbs + probs_buffer * Cfg::kProbBytes;
         const uint32_t stage = stages + ring.slot * Cfg::kStageBytes;
-        uint32_t values[2][2][4];                             // loaded two m-tiles ahead of their products
+        float x[kUnits][2];
+        uint32_t values[2][4];  // loaded one ahead of their products
+        ptx::mbarrier_wait(bars.published(partials.slot), partials.parity);
+        receive(partials.slot, x);
+        arrive(bars.consumed(partials.slot), lane);
+        if (__builtin_expect(tile >= plain_end, 0)) cap_and_mask(x, tile);
         load_values(stage, 0, values[0]);
-        if (__builtin_expect(flags != 0, 0)) {
-          const float* factors = reinterpret_cast<const float*>(smem + Cfg::kRescale) + buffer.slot * Cfg::kRows;
+        softmax(x, probs);
+        uint32_t p[RowGroups][2];
+        load_probs(ptx::smem_addr(probs), p);
 #pragma unroll
-          for (int j = 0; j < RowGroups; ++j) {
-            if (flags >> (8 * j) & 0xff) scale_group(j, factors);
-          }
-        }
-#pragma unroll
-        for (int m = 0; m < kTiles; m += 2) {
-          if (m + 2 < kTiles) load_values(stage, m + 2, values[(m / 2 + 1) % 2]);
-          multiply(m, values[m / 2 % 2], p);
-        }
-        if (__builtin_expect(tile + 1 == segment.tile_end, 0)) {
-          const float* factors = reinterpret_cast<const float*>(smem + Cfg::kInverseSum) + buffer.slot * Cfg::kRows;
-#pragma unroll
-          for (int j = 0; j < RowGroups; ++j) scale_group(j, factors);
+        for (int n = 0; n < kLoads; ++n) {
+          if (n + 1 < kLoads) load_values(stage, n + 1, values[(n + 1) % 2]);
+          multiply(n, values[n % 2], p);
         }
         arrive(bars.done(ring.slot), lane);
         ring.advance();
-        buffer.advance();
+        partials.advance();
+        probs_buffer ^= 1;
       }
-      write_out(segment, work.row_tile);
+      finish(segment);
     } while (work.next(a));
   }
 };
@@ -640,23 +695,28 @@ template <typename Kv, int RowGroups>
 __global__ void __launch_bounds__(kThreads, 1) verify_kernel(const __grid_constant__ Args a) {
   using Cfg = Config<Kv, RowGroups>;
   extern __shared__ __align__(128) char smem[];
-  const Barriers<Cfg::kStages> bars{ptx::smem_addr(smem + Cfg::kBarriers)};
+  const BarriersOf<Cfg> bars{ptx::smem_addr(smem + Cfg::kBarriers)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Cfg::kStages; ++stage) {
-      ptx::mbarrier_init(bars.landed(stage), kValueThreads);
+      ptx::mbarrier_init(bars.landed(stage), kScoreThreads);
       ptx::mbarrier_init(bars.done(stage), kValueWarps * kWarpArrivals);
     }
-    for (int n = 0; n < kProbBuffers; ++n) ptx::mbarrier_init(bars.ready(n), kScoreWarps * kWarpArrivals);
-    for (int half = 0; half < 2; ++half) ptx::mbarrier_init(bars.exchanged(half), kScoreWarps * kWarpArrivals);
+    for (int buffer = 0; buffer < Cfg::kPartialBuffers; ++buffer) {
+      ptx::mbarrier_init(bars.published(buffer), kScoreWarps * kWarpArrivals);
+      ptx::mbarrier_init(bars.consumed(buffer), kValueWarps * kWarpArrivals);
+    }
   }
-  ptx::launch_dependents();                                   // the merge may be set up; it waits for this grid to end
-  if (threadIdx.x < kProbBuffers * 8) reinterpret_cast<uint8_t*>(smem + Cfg::kFlags)[threadIdx.x] = 0;
-  const Work work = locate_work(a, Cfg::kRows);
+  ptx::launch_dependents();  // the merge may be set up; it waits for this grid to end
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  Work& work = *reinterpret_cast<Work*>(smem + Cfg::kWork);
+  if (warp == 0) {
+    const Work found = locate_work(a, Cfg::kRows);
+    if (lane == 0) work = found;
+  }
   __syncthreads();
   if (work.left == 0) return;
-  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (warp < kScoreWarps) {
-    ScoreRole<Kv, RowGroups> role{a, smem, bars, warp, lane};
+    ScoreRole<Kv, RowGroups> role(a, smem, bars, work, warp, lane);
     role.run(work);
   } else {
     ValueRole<Kv, RowGroups> role{a, smem, bars, warp - kScoreWarps, lane};

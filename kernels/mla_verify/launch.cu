@@ -1,4 +1,5 @@
-// Host side of the verify kernel: how a launch is divided (from shapes only, never from lengths) and which instance runs.
+// Host side of the verify kernel: how a launch is divided (from shapes only, never from lengths) and which instance
+// runs.
 #include "args.h"
 
 namespace sm120::mla {
@@ -14,7 +15,8 @@ int choose_splits(int row_tiles, int num_sms) {
   if (row_tiles <= num_sms) {
     const int one_wave = num_sms / row_tiles, two_waves = 2 * num_sms / row_tiles;
     // 2 row tiles of 132: 66 splits in one wave. 100 of 132: one wave would idle 32 SMs, so would two: keep one.
-    const double used_one = double(one_wave * row_tiles) / num_sms, used_two = double(two_waves * row_tiles) / (2 * num_sms);
+    const double used_one = double(one_wave * row_tiles) / num_sms,
+                 used_two = double(two_waves * row_tiles) / (2 * num_sms);
     return used_one + 0.1 >= used_two ? one_wave : two_waves;
   }
   return 1;
@@ -34,12 +36,18 @@ Partition partition(const sm120_mla_params& p) {
 template <typename Kv>
 int dispatch(const Args& args, int blocks, void* stream) {
   switch (args.part.row_groups) {
-    case 1: return launch<Kv, 1>(args, blocks, stream);
-    case 2: return launch<Kv, 2>(args, blocks, stream);
-    case 3: return launch<Kv, 3>(args, blocks, stream);
-    case 4: return launch<Kv, 4>(args, blocks, stream);
-    case 5: return launch<Kv, 5>(args, blocks, stream);
-    default: return launch<Kv, 6>(args, blocks, stream);
+    case 1:
+      return launch<Kv, 1>(args, blocks, stream);
+    case 2:
+      return launch<Kv, 2>(args, blocks, stream);
+    case 3:
+      return launch<Kv, 3>(args, blocks, stream);
+    case 4:
+      return launch<Kv, 4>(args, blocks, stream);
+    case 5:
+      return launch<Kv, 5>(args, blocks, stream);
+    default:
+      return launch<Kv, 6>(args, blocks, stream);
   }
 }
 
@@ -81,8 +89,7 @@ int sm120_mla_verify(const sm120_mla_params* params, void* stream) {
   if (params->total_q == 0) return cudaSuccess;
   const Args args{*params, partition(*params), workspace(*params)};
   const int blocks = args.part.row_tiles * args.part.splits;
-  const int status =
-      params->kv_is_fp8 ? dispatch<Fp8Kv>(args, blocks, stream) : dispatch<Bf16Kv>(args, blocks, stream);
+  const int status = params->kv_is_fp8 ? dispatch<Fp8Kv>(args, blocks, stream) : dispatch<Bf16Kv>(args, blocks, stream);
   return status != cudaSuccess ? status : launch_merge(args, stream);
 }
 

@@ -1,19 +1,19 @@
 // Second launch: combines the partial results of split requests, and defines the rows that nothing computed
-// (padded requests, rows past the batch): output 0, log-sum-exp -inf. A thread adds up 4 latents over every n-th partial;
-// a row is one block, or four where there are few rows.
+// (padded requests, rows past the batch): output 0, log-sum-exp -inf. A thread adds up 4 latents over every n-th
+// partial; a row is one block, or four where there are few rows.
 #include "ptx.cuh"
 #include "work.cuh"
 
 namespace sm120::mla {
 
 constexpr int kMaxMergeThreads = 512;
-constexpr int kFewRows = 1024;                      // up to here a row gets 4 blocks of 512 threads, beyond 1 of 128
+constexpr int kFewRows = 1024;  // up to here a row gets 4 blocks of 512 threads, beyond 1 of 128
 
 // The partials of one row: `count` of them, in slots first, first + stride, ... (the first one in `first_slot`).
 struct Partials {
   int count;
   int first_slot;
-  int next_slot;                                    // slot of the second
+  int next_slot;  // slot of the second
   int stride;
   __device__ int slot(int i) const { return i == 0 ? first_slot : next_slot + (i - 1) * stride; }
 };
@@ -36,7 +36,7 @@ __device__ Partials ragged_partials(const Args& a, int b, int row_tile, int rows
 // Request of query token `token`; -1 past the last.
 __device__ int request_of(const Args& a, int token) {
   if (!a.p.qo_indptr) return token < a.p.batch * a.p.q_len ? token / a.p.q_len : -1;
-  int low = 0, high = a.p.batch;                    // qo_indptr[low] <= token < qo_indptr[high], if any
+  int low = 0, high = a.p.batch;  // qo_indptr[low] <= token < qo_indptr[high], if any
   if (token < a.p.qo_indptr[0] || token >= a.p.qo_indptr[high]) return -1;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kMaxMergeThreads) merge_kernel(const __grid_co
     row_in_tile = row % rows;
     partials = a.part.ragged ? ragged_partials(a, b, row / rows, rows) : uniform_partials(a, b, row / rows);
   }
-  if (partials.count == 1) return;                  // the block wrote the result itself
+  if (partials.count == 1) return;  // the block wrote the result itself
 
   // Every warp finds the largest log-sum-exp by itself; then each adder takes every n-th partial, and the adders are
   // added in order: two runs give the same bits.
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kMaxMergeThreads) merge_kernel(const __grid_co
 #pragma unroll 8
   for (int i = adder; i < partials.count; i += adders) {
     const float weight = __expf(lse_of(i) - reference);
-    const float4 v = reinterpret_cast<const float4*>(
-        a.ws.out + (int64_t(partials.slot(i)) * kMaxRows + row_in_tile) * kLatentDim)[column];
+    const float4 v = reinterpret_cast<const float4*>(a.ws.out + (int64_t(partials.slot(i)) * kMaxRows + row_in_tile) *
+                                                                    kLatentDim)[column];
     sum += weight;
     total.x += weight * v.x, total.y += weight * v.y, total.z += weight * v.z, total.w += weight * v.w;
   }

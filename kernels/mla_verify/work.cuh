@@ -43,14 +43,14 @@ struct Segment {
   int batch;
   int tile_begin;
   int tile_end;
-  int tiles;                                        // of the whole request: the segment is all of it, or a partial
+  int tiles;  // of the whole request: the segment is all of it, or a partial
   __device__ bool whole() const { return tile_begin == 0 && tile_end == tiles; }
 };
 
 // The block's segments in order. Every thread walks them by itself.
 struct Work {
   int row_tile;
-  int left;                                         // tiles from the current segment's first on
+  int left;  // tiles from the current segment's first on
   Segment segment;
 
   __device__ bool next(const Args& a) {
@@ -131,7 +131,8 @@ __device__ inline Work locate_share(const Args& a, int rows) {
 __device__ inline Work locate_work(const Args& a, int rows) {
   const Work w = locate_share(a, rows);
   const Segment& s = w.segment;
-  return {uniform(w.row_tile), uniform(w.left),
+  return {uniform(w.row_tile),
+          uniform(w.left),
           {uniform(s.batch), uniform(s.tile_begin), uniform(s.tile_end), uniform(s.tiles)}};
 }
 

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kWarps * 32) pack_kernel(const uint8_t* mask, 
 extern "C" int sm120_pack_tree_mask(const uint8_t* mask, uint32_t* words, int32_t rows, int32_t q, void* stream) {
   const int64_t count = int64_t(rows) * ((q + 31) / 32);
   if (count == 0) return cudaSuccess;
-  pack_kernel<<<static_cast<unsigned>((count + kWarps - 1) / kWarps), kWarps * 32, 0, static_cast<cudaStream_t>(stream)>>>(
-      mask, words, rows, q);
+  pack_kernel<<<static_cast<unsigned>((count + kWarps - 1) / kWarps), kWarps * 32, 0,
+                static_cast<cudaStream_t>(stream)>>>(mask, words, rows, q);
   return cudaGetLastError();
 }

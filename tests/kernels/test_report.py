@@ -20,7 +20,7 @@ def test_report_has_what_its_readers_expect() -> None:
 
 def test_model_is_within_a_fifth_of_every_long_launch() -> None:
     long_rows = [row for row in REPORT["rows"] if row["ours_ms"] > 0.04]
-    assert len(long_rows) > 20
+    assert len(long_rows) >= 20
     for row in long_rows:
         assert 0.8 < predict_ms(H200, row) / row["ours_ms"] < 1.2, row
 
