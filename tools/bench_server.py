@@ -113,10 +113,10 @@ def ask(up: server.Server, prompts: list[list[int]], new_tokens: int, **more: An
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result with what it was measured on."""
+    """Write a result with the machine it was measured on."""
     import torch
 
-    where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "kernel_hash": kernels.source_hash()}
+    where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     path.write_text(json.dumps(where | result, indent=1) + "\n")
 
 
@@ -192,7 +192,7 @@ def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) 
             if len(taken) < 2 or taken[0] < SLOW_STEP_S:
                 few = seconds(who, FEW_STEPS)
                 taken.append((seconds(who, FEW_STEPS + more[who]) - few) / more[who])
-    row: dict[str, Any] = {"mode": mode, "ctx": ctx, "bs": bs, "kv_dtype": kv}
+    row: dict[str, Any] = {"mode": mode, "ctx": ctx, "bs": bs, "kv_dtype": kv, "kernel_hash": kernels.source_hash()}
     for who in BACKENDS:
         step = statistics.median(samples[who]) if who in ups else None
         row[f"{who}_tok_s"] = step and bs * per_step / step
@@ -202,24 +202,20 @@ def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) 
     run.save()
 
 
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells rows apart."""
+def measured(path: Path) -> set[tuple[Any, ...]]:
+    """Rows of an earlier run that need not be taken again: those of the present kernels."""
+    rows = json.loads(path.read_text())["rows"]
+    return {_key(row) for row in rows if row["kernel_hash"] == kernels.source_hash()}
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["mode"], row["ctx"], row["bs"], row["kv_dtype"]
-
-
-def resume(run: Run, path: Path) -> None:
-    """Take over an earlier run's results; raises SystemExit if its kernels are not these."""
-    earlier = json.loads(path.read_text())
-    if earlier["kernel_hash"] != kernels.source_hash():
-        raise SystemExit(f"error: {path} is of kernels {earlier['kernel_hash'][:12]}: run without --resume")
-    for name in run.results:
-        run.results[name] = earlier[name]
 
 
 def speed(run: Run, args: argparse.Namespace) -> None:
     """Fill the rows that are not there yet, by batch size, until time is over; the GPUs side by side."""
     prompt = prompt_ids(0, max(args.contexts))
-    have = {key(row) for row in run.results["rows"]}
+    have = measured(args.resume) if args.resume else set()
 
     def fill(gpu: int) -> None:
         mine = args.kv_dtypes[gpu :: args.gpus]
@@ -262,6 +258,7 @@ def compare_greedy(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dic
     noise = max(differences, default=0.0)
     errors = [d for d in divergences if d["gap"] > 2 * noise]
     return {
+        "kernel_hash": kernels.source_hash(),
         "prompts": len(want),
         "positions": len(differences),
         "noise": noise,
@@ -363,7 +360,7 @@ def bench(run: Run, args: argparse.Namespace) -> None:
         flags |= equal_variants(args, model)
     with ExitStack() as stack:
         run.launch(stack, model, flags)
-        if "plain" in args.modes and not run.results["prefill"]:
+        if "plain" in args.modes:
             with ThreadPoolExecutor(args.gpus) as pool:
                 list(pool.map(lambda kv: time_prefill(run, kv), args.kv_dtypes))
         cache_prompt(run, [name for name in table if name in run.ups], prompt_ids(0, max(args.contexts)))
@@ -386,7 +383,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 4], help="in the order of their importance")
     parser.add_argument("--kv-dtypes", nargs="+", default=KV_DTYPES, choices=KV_DTYPES)
     parser.add_argument("--equal", action=argparse.BooleanOptionalAction, default=True, help="compare greedy tokens")
-    parser.add_argument("--resume", type=Path, help="results of an earlier run on the same kernels, to be completed")
+    parser.add_argument("--resume", type=Path, help="server.json whose rows of the same kernels are left out")
     parser.add_argument("--budget-s", type=float, default=3600, help="start no row after this many seconds")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -394,8 +391,6 @@ def main() -> None:
         server_page.render(args.out, Path("docs/bench"))
         return
     run = Run(args.out, time.monotonic() + args.budget_s)
-    if args.resume:
-        resume(run, args.resume)
     bench(run, args)
 
 

@@ -12,14 +12,15 @@ from typing import Any
 INTRODUCTION = """\
 # The server, ours against stock
 
-{gpu}, torch {torch}, kernel sources {kernels}: compiled for sm_90, run on sm_90. A random Kimi-shaped model: 8 layers,
-8 heads (one TP-8 rank), latent 512 + 64, MoE; bf16 weights, page size 1, CUDA graphs, overlap scheduling on. Stock is
-the same wheel with Triton's decode and verify and FlashInfer's prefill. Chain rows: DFLASH with 4 tokens a step (set,
-for the drafter is random), a drafter with bf16 KV and a window of 4,096 tokens on both sides. All servers are up at
-once and take turns; medians of 3 turns (2 where a step takes over 150 ms). A step's time is the difference of two calls
-by the server's own clock, divided by the steps that one has more. The requests of a batch share all but their last 16
-tokens. Steps under about 3 ms are bound by the host: launch and scheduler, the same on both sides. KV "auto" is bf16.
-Made by `python -m tools.bench_server`.
+{gpu}, torch {torch}; compiled for sm_90, run on sm_90. A random Kimi-shaped model: 8 layers, 8 heads
+(one TP-8 rank), latent 512 + 64, MoE; bf16 weights, page size 1, CUDA graphs, overlap scheduling on. Stock is the same
+wheel with Triton's decode and verify and FlashInfer's prefill. Chain rows: DFLASH with 4 tokens a step (set, for the
+drafter is random), a drafter with bf16 KV and a window of 4,096 tokens on both sides. All servers are up at once and
+take turns; medians of 3 turns (2 where a step takes over 150 ms). A step's time is the difference of two calls, divided
+by the steps that one has more. The requests of a batch share all but their last 16 tokens. Steps under about 3 ms are
+bound by the host: launch and scheduler, the same on both sides. KV "auto" is bf16. A row or line names the kernel
+sources it ran on; notes say where one was taken otherwise. Made by `python -m tools.bench_server`; what is missing was
+not measured.
 """
 PREFILL = """
 ## Prompts
@@ -37,25 +38,26 @@ token's log-probability over the positions before any divergence, in nats. The f
 when the reference's top-2 gap there is at most twice the noise, else an error; the rest of that prompt follows another
 text and is not compared. "triton" is stock with Triton's prefill too; "auto" is bf16 KV.
 
-| pair | prompts | identical | ties | errors | tokens compared | mean difference | noise |
-|---|---|---|---|---|---|---|---|
+| pair | prompts | identical | ties | errors | tokens compared | mean difference | noise | kernels | note |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
 def render(results: Path, docs: Path) -> None:
-    """Merge the result files of `results` into `server.json`, `server.md` and `server.png` in `docs`.
+    """Merge `docs/server.json` and the result files of `results` into `server.json`, `server.md` and `server.png`.
 
-    A row that several files have is the last one's. Raises SystemExit if they are of different kernels, torches or
-    GPUs: one page speaks of one set of sources.
+    Of a row that was measured again the newest is kept (files in the order of their names). Raises SystemExit if they
+    are of different GPUs or torches.
     """
-    parts = [json.loads(path.read_text()) for path in sorted(results.rglob("*.json"))]
-    where = {name: {part[name] for part in parts} for name in ("gpu", "torch", "kernel_hash")}
+    sources = [docs / "server.json", *sorted(results.rglob("*.json"))]
+    parts = [json.loads(path.read_text()) for path in sources if path.exists()]
+    where = {name: {part[name] for part in parts} for name in ("gpu", "torch")}
     if any(len(values) != 1 for values in where.values()):
-        raise SystemExit(f"error: {results} mixes runs ({where}): keep the files of one set of kernels")
+        raise SystemExit(f"error: {', '.join(map(str, sources))} mix machines ({where}): keep the files of one")
+    page: dict[str, Any] = {name: values.pop() for name, values in where.items()}
     rows = {(r["mode"], r["kv_dtype"], r["bs"], r["ctx"]): r for part in parts for r in part["rows"]}
-    page = {name: values.pop() for name, values in where.items()}
     page["rows"] = [rows[key] for key in sorted(rows)]
-    page["prefill"] = [row for part in parts for row in part["prefill"]]
+    page["prefill"] = list({row["kv_dtype"]: row for part in parts for row in part["prefill"]}.values())
     page["equal"] = {pair: found for part in parts for pair, found in part["equal"].items()}
     (docs / "server.json").write_text(json.dumps(page, indent=1) + "\n")
     (docs / "server.md").write_text("\n".join(_lines(page)) + "\n")
@@ -63,27 +65,32 @@ def render(results: Path, docs: Path) -> None:
 
 
 def _lines(page: dict[str, Any]) -> Iterator[str]:
-    yield INTRODUCTION.format(gpu=page["gpu"], torch=page["torch"], kernels=page["kernel_hash"][:12])
-    yield "| mode | KV | batch | context | stock tok/s | ours tok/s | stock ms a step | ours ms a step | stock / ours |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield INTRODUCTION.format(gpu=page["gpu"], torch=page["torch"])
+    yield (
+        "| mode | KV | batch | context | stock tok/s | ours tok/s | stock ms a step | ours ms a step | stock / ours "
+        "| kernels | note |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for row in page["rows"]:
         stock, ours = row["stock_step_ms"], row["ours_step_ms"]
         ratio = f"{stock / ours:.2f}" if stock and ours else "-"
         cells = [row["mode"], row["kv_dtype"], str(row["bs"]), f"{row['ctx']:,}"]
         cells += [_number(row["stock_tok_s"], 0), _number(row["ours_tok_s"], 0)]
-        cells += [_number(stock, 2), _number(ours, 2), ratio]
+        cells += [_number(stock, 2), _number(ours, 2), ratio, row["kernel_hash"][:8], row.get("note", "")]
         yield "| " + " | ".join(cells) + " |"
     yield "\n![milliseconds a step by context](server.png)"
     if page["prefill"]:
         yield PREFILL.format(begin=page["prefill"][0]["from"], end=page["prefill"][0]["to"]).rstrip()
         for row in page["prefill"]:
-            ratio = row["ours_s"] / row["flashinfer_s"]
-            yield f"| {row['kv_dtype']} | {row['flashinfer_s']:.2f} | {row['ours_s']:.2f} | {ratio:.2f} |"
+            flashinfer, ours = row["flashinfer_s"], row["ours_s"]
+            ratio = f"{ours / flashinfer:.2f}" if ours and flashinfer else "-"
+            yield f"| {row['kv_dtype']} | {_number(flashinfer, 2)} | {_number(ours, 2)} | {ratio} |"
     if page["equal"]:
         yield GREEDY.rstrip()
         for pair, found in page["equal"].items():
             counts = [found["prompts"], found["identical"], found["ties"], len(found["errors"]), found["positions"]]
             cells = [pair, *map(str, counts), f"{found['mean']:.4f}", f"{found['noise']:.3f}"]
+            cells += [found["kernel_hash"][:8], found.get("note", "")]
             yield "| " + " | ".join(cells) + " |"
 
 
@@ -107,7 +114,8 @@ def _plot(rows: list[dict[str, Any]], gpu: str, path: Path) -> None:
                 axes.plot([row["ctx"] for row in line], times, style, color=f"C{color}", label=f"{who}, batch {bs}")
         axes.set(xscale="log", yscale="log", title=f"{mode}, KV {kv}")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+        if panel:
+            axes.legend(fontsize="x-small")
     figure.suptitle(gpu)
     figure.supxlabel("context, tokens")
     figure.supylabel("milliseconds a step")

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import textwrap
 from pathlib import Path
 
 import pytest
-import torch
+from greedy_text import LENGTHS, NEW_TOKENS
 
 from tools import server as launcher
 
-NEW_TOKENS = 16
-LENGTHS = [1, 2, 3, 5, 8, 17, 33, 40, 63, 64, 65, 100, 127, 128, 129, 180, 250, 300, 384, 500, 600, 700, 777, 900]
 CHUNK_TOKENS = 256
-
-
-@pytest.fixture(scope="module")
-def prompts(tiny_model: Path) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    text = inspect.getsource(textwrap) + inspect.getsource(inspect)
-    ids = AutoTokenizer.from_pretrained(tiny_model)(text).input_ids
-    return [ids[17 * i : 17 * i + n] for i, n in enumerate(LENGTHS)]
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
-                                 eos_token_id=None, pad_token_id=0)  # fmt: skip
-        answers.append(out[0, len(prompt) :].tolist())
-    return answers
 
 
 @pytest.fixture(scope="module", params=[1, 64], ids=["page1", "page64"])
