@@ -18,7 +18,7 @@ CHUNK_TOKENS = 128
 ONE_PIECE_TOKENS = 512
 LENGTHS = [5, 129, 300, 777]
 # Nats. Random weights spread attention, so a fault moves a log-probability little: float32 must do better than that.
-ROUNDING, FAULT = 1e-4, 1e-2
+ROUNDING, FAULT = 1e-4, 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,7 @@ def test_prompts_equal_transformers(serve, asked):
         assert max(distances(up, asked, batch=len(asked))) < ROUNDING
 
 
+@pytest.mark.slow
 def test_keys_that_end_with_the_first_chunk_are_seen(serve, asked):
     """The fault that once hid behind random weights: the test must fail on it."""
     with serve(SHORT_KEYS="1") as up:
