@@ -141,7 +141,8 @@ async def huge(client: Client) -> str:
 async def invalid(client: Client) -> str:
     """A parameter out of its range or of the wrong type."""
     wrong: list[dict[str, Any]] = [
-        {"temperature": -1.0}, {"top_p": 2.0}, {"max_new_tokens": -5}, {"top_k": -7, "temperature": 1.0}, {"min_new_tokens": 99},
+        {"temperature": -1.0}, {"top_p": 2.0}, {"max_new_tokens": -5}, {"min_new_tokens": 99},
+        {"top_k": -7, "temperature": 1.0},
         {"temperature": "hot"}, {"stop_token_ids": "x"}, {"frequency_penalty": 77.0}, {"logit_bias": {"-7": 5}},
         {"min_new_tokens": 2, "stop_token_ids": [10**9]}, {"regex": "("}, {"json_schema": "{"},
     ]  # fmt: skip
