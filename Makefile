@@ -37,7 +37,7 @@ drift: setup ## try the series on the newest release (or VERSION=...) and report
 	@$(PY) -m tools.fork drift $(VERSION)
 kernels: setup ## compile the CUDA kernels
 	@$(PY) -m tools.kernels build
-lint: setup ## ruff over Python, mypy over tools and overlay
+lint: setup ## ruff over Python, mypy over tools and overlay, clang-format over kernels
 	@$(PY) -m tools.lint
 format: setup ## put the format of Python, C++ and CUDA right
 	@$(PY) -m tools.lint --fix
