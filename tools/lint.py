@@ -27,7 +27,6 @@ def checks() -> dict[str, list[str]]:
         "ruff format": [sys.executable, "-m", "ruff", "format", "--check", *RUFF_CONFIG, *PYTHON_TREES],
         "mypy": [sys.executable, "-m", "mypy", "--config-file", "tools/mypy.ini"],
         "clang-format": [CLANG_FORMAT, "--dry-run", "-Werror", *kernel_sources()],
-        "clang-format": [CLANG_FORMAT, "--dry-run", "-Werror", *kernel_sources()],
     }
 
 
