@@ -2,7 +2,8 @@
 
     python tests/kernels/bundles.py OUT_DIR      # one NAME.safetensors a case, and manifest.json
 
-The manifest gives each case's shapes, seed, scales and tolerances; everything else follows from the seed.
+The manifest gives each case's shapes, seed, scales and tolerances; everything else follows from the seed. Scales and
+tolerances are in the bundle as well, so that bundle_check.cpp reads no other format.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def make(case: BundleCase) -> dict[str, np.ndarray]:
         "q": q.view(torch.uint16).numpy(), "kv": kv.view(raw).numpy(), "req_to_token": table,
         "req_pool_indices": requests, "kv_lens": lens, "qo_indptr": indptr, "tree_mask": pack_words(visible),
         "kv_scale": np.float32([kv_scale]), "out": out.astype(np.float32), "lse": lse.astype(np.float32),
+        **{name: np.float32([getattr(case, name)])
+           for name in ("sm_scale", "logit_cap", "max_relative_error", "max_lse_error")},
     }  # fmt: skip
 
 
