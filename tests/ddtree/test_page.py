@@ -1,0 +1,92 @@
+"""The bench's prompts, and its page on a made-up profile and table."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import bench_ddtree, ddtree_page
+
+# (name, microseconds, launch): launch 1 is a plain kernel, 2 the draft graph, 3 the target graph.
+STEP = [
+    ("_open", 2, 1),
+    ("attention", 50, 2),
+    ("nvjet_lm_head", 20, 2),
+    ("topk", 8, 2),
+    ("_build", 12, 2),
+    ("_stage", 2, 1),
+    ("mla_verify", 400, 3),
+    ("lm_head_gemm", 30, 3),
+    ("argmax", 5, 3),
+    ("_walk", 4, 3),
+    ("move_kv_kernel", 6, 3),
+    ("draft_kv_gemm", 7, 3),
+]
+
+
+def write_trace(path: Path, waits_in_step: int) -> None:
+    """Four steps of 1000 microseconds; the host launches each in its first 300, and waits once after that."""
+    events = []
+    for step in range(4):
+        launches = {}
+        at = begin = 1000.0 * step
+        for name, microseconds, kind in STEP:
+            correlation = 100 * step + (10 * kind if kind > 1 else len(launches))
+            if correlation not in launches:
+                launches[correlation] = len(launches)
+                call = "cudaGraphLaunch" if kind > 1 else "cudaLaunchKernel"
+                when = begin + 60.0 * launches[correlation]
+                events.append(event("cuda_runtime", call, when, 10, correlation))
+            events.append(event("kernel", name, at, microseconds, correlation))
+            at += microseconds
+        for wait in range(waits_in_step):
+            events.append(event("cuda_runtime", "cudaStreamSynchronize", begin + 20 + wait, 1, -1))
+        events.append(event("cuda_runtime", "cudaEventSynchronize", begin + 900, 50, -1))
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+
+
+def event(category: str, name: str, begin: float, microseconds: float, correlation: int) -> dict:
+    return {"cat": category, "name": name, "ts": begin, "dur": microseconds, "args": {"correlation": correlation}}
+
+
+@pytest.mark.parametrize("waits", [0, 2])
+def test_a_profile_is_told_apart_into_forwards_tree_and_waits(tmp_path, waits):
+    write_trace(tmp_path / "trace-bs1.json.gz", waits)
+    row = ddtree_page.profile_row(tmp_path / "trace-bs1.json.gz")
+    assert row["steps"] == 3, "the last step has no end"
+    assert (row["draft_forward_us"], row["target_forward_us"]) == (70.0, 430.0)
+    assert row["tree_us"] == 2 + 8 + 12 + 2 + 5 + 4 + 6 + 7 and row["tree_in_graphs_us"] == row["tree_us"] - 4
+    assert row["period_us"] == 1000.0
+    assert row["host_waits"] == waits, "the wait for the results of the step before is not one in the step"
+    assert row["kernels_us"]["_build"] == 12.0
+
+
+def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
+    pytest.importorskip("matplotlib")
+    speeds = {"none": 100.0, "chain": 150.0, "tree": 200.0, "adaptive": 198.0}
+    row = {"ctx": 1024, "bs": 1, "chain_accept_len": 2.5, "tree_accept_len": 3.2}
+    row |= {f"{mode}_tok_s": speed for mode, speed in speeds.items()}
+    greedy = {"prompts": 16, "identical": 15, "ties": 1, "errors": [], "noise": 0.1}
+    run = {"gpu": "a GPU", "torch": "2", "kernel_hash": "0" * 64, "budget": 32, "repeats": 3, "rows": [row]}
+    (tmp_path / "server-run.json").write_text(json.dumps(run | {"equal": {"tree against none": greedy}}))
+    write_trace(tmp_path / "trace-bs1.json.gz", 0)
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    ddtree_page.render(tmp_path, docs)
+    page = (docs / "ddtree.md").read_text()
+    assert "| 1,024 | 1 | 100 | 150 | 200 | 198 | 0.99 | 2.50 | 3.20 |" in page
+    assert (
+        "| trace-bs1 | 1,000 | 70 | 430 | 46 | 42 | 0 |" in page and "| tree against none | 16 | 15 | 1 | 0 |" in page
+    )
+    assert (docs / "ddtree.png").stat().st_size > 0 and json.loads((docs / "ddtree.json").read_text())["profiles"]
+
+
+@pytest.mark.parametrize("context, batch, shared", [(1000, 4, False), (bench_ddtree.DISTINCT_TOKENS // 2, 4, True)])
+def test_long_prompts_share_what_the_prefix_cache_can_hold(context, batch, shared):
+    made = bench_ddtree.prompts(list(range(5000)), context, batch)
+    assert [len(prompt) for prompt in made] == [context] * batch
+    assert len({tuple(prompt) for prompt in made}) == batch, "every request has an ending of its own"
+    assert (made[0][:-48] == made[2][:-48]) is shared and made[0][:-48] != made[1][:-48]
