@@ -44,7 +44,7 @@ format: setup ## put the format of Python, C++ and CUDA right
 soak: install ## 20 minutes of random clients, good and bad, against the CPU server
 	@$(PY) -m tools.soak $(SOAK_FLAGS)
 bench-e2e: setup ## MODEL=... [DRAFT=...] stock against ours, served on this machine's GPUs; goes on where it was
-	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model $(or $(MODEL),$(error set MODEL=...)) --draft "$(DRAFT)" --serve-flags "$(SERVE_FLAGS)" $(E2E_FLAGS)
+	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model $(or $(MODEL),$(error set MODEL=...)) --draft "$(DRAFT)" --serve-flags="$(SERVE_FLAGS)" $(E2E_FLAGS)
 bench: setup ## time the kernels on this machine's GPU
 	@$(PY) -m tools.kernels bench
 gpu-report: setup ## check kernels and GPU, write a report to send

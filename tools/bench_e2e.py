@@ -1,6 +1,6 @@
 """Stock SGLang against ours on this machine's GPUs, end to end, with upstream's bench_serving as the client.
 
-    python -m tools.bench_e2e --model MODEL [--draft DRAFTER] --serve-flags "--tp 8" --out build/bench-e2e
+    python -m tools.bench_e2e --model MODEL [--draft DRAFTER] --serve-flags="--tp 8" --out build/bench-e2e
 
 Stock is the installed wheel with our plugin not loaded. One server at a time; every (context, batch) is a cell, saved
 as soon as it is measured. The same command run again does what is missing. `--cpu` tries it without a GPU: ours only
@@ -282,7 +282,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--modes", nargs="+", choices=SPECULATION, default=list(SPECULATION))
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3, help="requests a cell, in batches")
-    parser.add_argument("--serve-flags", default="", help='flags of every server, as one word: "--tp 8"')
+    parser.add_argument("--serve-flags", default="", help='flags of every server, in one word: --serve-flags="--tp 8"')
     parser.add_argument("--spec-flags", default="", help="flags of the servers that speculate")
     parser.add_argument("--ours-flags", default="--attention-backend sm120_mla")
     parser.add_argument("--stock-flags", default="", help="upstream's own choice of backends if empty")
