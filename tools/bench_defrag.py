@@ -28,7 +28,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,12 +45,8 @@ RUN_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1_024, 4_096, 131_072)
 # How the kernel's loader finds a slot, and how it would if a request's KV were one run.
 INDEXED = "return slots[min(at, length - 1)];"
 CONTIGUOUS = "return slots[0] + min(at, length - 1);"
-TIERS = {
-    "off": {},
-    "0": {"SGLANG_SM120_KV_EXTENT": "256"},
-    "1": {"SGLANG_SM120_KV_COMPACT": "auto"},
-    "0+1": {"SGLANG_SM120_KV_EXTENT": "256", "SGLANG_SM120_KV_COMPACT": "auto"},
-}
+# Name of the tiers that are on: tokens of an extent, and whether compaction runs.
+TIERS = {"off": ("0", False), "0": ("256", False), "1": ("0", True), "0+1": ("256", True)}
 SERVE_FLAGS = (
     "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
     "--max-total-tokens 200000 --context-length 16000 --max-running-requests 32 --cuda-graph-bs-decode 8 16 24 32 "
@@ -361,8 +357,12 @@ def median_ms(call: Callable[[], object], repeats: int = 21) -> float:
     return statistics.median(times[3:])
 
 
-def serve(requests: int = 64, arrivals_per_s: float = 16.0, repeats: int = 3) -> dict:
-    """Poisson traffic with tiers off, 0, 1, and 0 with 1, all servers up at once and taking turns; then step times."""
+def serve(requests: int = 48, arrivals_per_s: float = 16.0, repeats: int = 2) -> dict:
+    """Poisson traffic with tiers off, 0, 1, and 0 with 1, taking turns; then step times with tier 1 off and on.
+
+    One server has upstream's allocator and one has extents; both have tier 1, and a request stops and starts it. Each
+    turn begins with an empty pool and is measured once that has filled up.
+    """
     from tools import server, tiny_model
 
     work = Path("build/bench-defrag")
@@ -370,45 +370,64 @@ def serve(requests: int = 64, arrivals_per_s: float = 16.0, repeats: int = 3) ->
     if not (model / "config.json").exists():
         tiny_model.write(model, size="rank")
 
-    def start(name: str) -> server.Server:
+    def start(extent: str) -> Server:
         flags = [*SERVE_FLAGS.split(), "--attention-backend", "sm120_mla"]
-        return stack.enter_context(server.running(model, work / f"{name}.log", flags, TIERS[name], defaults=()))
+        env = {"SGLANG_SM120_KV_COMPACT": "auto", "SGLANG_SM120_KV_EXTENT": extent}
+        return stack.enter_context(server.running(model, work / f"extent{extent}.log", flags, env, defaults=()))
 
-    offers: dict[str, list[dict]] = {name: [] for name in TIERS}
-    steps: dict[str, list[dict]] = {"off": [], "1": []}
+    offers: dict[str, list[dict[str, float]]] = {name: [] for name in TIERS}
+    steps: dict[str, list[dict[str, float]]] = {"off": [], "1": []}
     with ExitStack() as stack:
-        with ThreadPoolExecutor(len(TIERS)) as pool:
-            ups = dict(zip(TIERS, pool.map(start, TIERS), strict=True))
+        extents = sorted({extent for extent, _ in TIERS.values()})
+        with ThreadPoolExecutor(len(extents)) as pool:
+            ups = dict(zip(extents, pool.map(start, extents), strict=True))
         print("servers are up", flush=True)
-        for seed in range(repeats + 1):  # the first is for warming up
-            for name, up in ups.items():
-                result = offer(up.generate, requests if seed else requests // 4, arrivals_per_s, seed)
-                if seed:
-                    offers[name].append(result)
-                    print(json.dumps({"tiers": name} | result), flush=True)
         for seed in range(repeats):
+            for name, results in offers.items():
+                up = ups[TIERS[name][0]]
+                _set_tier_1(up, TIERS[name][1])
+                offer(up.generate, 2 * requests // 3, arrivals_per_s, 100 + seed)
+                before = _compaction_state(up)
+                results.append(offer(up.generate, requests, arrivals_per_s, seed) | _since(before, up))
+                print(json.dumps({"tiers": name} | results[-1]), flush=True)
+        for seed in range(repeats + 1):
             for name, results in steps.items():
-                results.append(step_times(ups[name], seed) | {"passes": _compaction_state(ups[name]).get("passes")})
+                up = ups[TIERS[name][0]]
+                _set_tier_1(up, TIERS[name][1])
+                before = _compaction_state(up)
+                results.append(step_times(up, seed) | _since(before, up))
                 print(json.dumps({"steps of": name} | results[-1]), flush=True)
-        cases = [{"tiers": name} | _medians(rows) | _compaction_state(ups[name]) for name, rows in offers.items()]
     return {
         "requests": requests,
         "arrivals_per_s": arrivals_per_s,
         "repeats": repeats,
         "flags": SERVE_FLAGS,
-        "cases": cases,
-        "steps": {name: _medians(rows) for name, rows in steps.items()},
+        "cases": [{"tiers": name} | _medians(rows) for name, rows in offers.items()],
+        "steps": {name: _medians(rows[1:]) for name, rows in steps.items()},  # without the first, which loads kernels
     }
 
 
+def _set_tier_1(up: Server, on: bool) -> None:
+    """Empty the pool and the prefix cache, and start or stop compaction."""
+    up.post("/set_internal_state", {"server_args": {"sm120_kv_compact": int(on)}})
+    urllib.request.urlopen(urllib.request.Request(f"{up.url}/flush_cache?timeout=30", method="POST")).close()
+
+
+def _compaction_state(up: Server) -> dict[str, Any]:
+    return json.loads(up.get("/server_info"))["internal_states"][0]["sm120_kv"]
+
+
+def _since(before: dict[str, Any], up: Server) -> dict[str, float]:
+    """Passes, units moved and host milliseconds of a pass between two states."""
+    now = _compaction_state(up)
+    if now["refused_because"]:
+        raise SystemExit(f"error: compaction was refused: {now['refused_because']}")
+    passes, units, seconds = (now[key] - before[key] for key in ("passes", "units_moved", "host_seconds"))
+    return {"passes": passes, "units_moved": units, "host_ms_a_pass": seconds / passes * 1000 if passes else 0.0}
+
+
 def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(row[key] or 0 for row in rows) for key in rows[0]}
-
-
-def _compaction_state(up: Server) -> dict:
-    state = json.loads(up.get("/server_info"))["internal_states"][0].get("sm120_kv", {})
-    wanted = ("passes", "units_moved", "host_seconds", "contiguity", "mean_run_length", "refused_because")
-    return {key: state[key] for key in wanted if key in state}
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
 def offer(generate: Callable[..., list[dict]], requests: int, arrivals_per_s: float, seed: int) -> dict[str, float]:

@@ -82,6 +82,18 @@ def test_asking_compacts_at_the_next_step_until_nothing_gains():
     assert not asked.due()
 
 
+@pytest.mark.parametrize("when", [When.IDLE, When.AUTO, When.EVERY_STEP])
+def test_asking_to_stop_stops_every_mode_until_asked_to_start(when):
+    stopped = defragmenter(scattered(), when)
+    assert stopped.ask(False)
+    assert not any(stopped.due() for _ in range(2 * serving.STEPS_BETWEEN_PASSES))
+    stopped.when_idle()
+    assert stopped.report()["passes"] == 0
+    assert stopped.ask(True) and stopped.due()
+    stopped.when_idle()
+    assert stopped.report()["passes"] == 1
+
+
 def test_the_queued_result_is_processed_before_and_forgotten_after():
     world = scattered()
     served = scheduler(world)

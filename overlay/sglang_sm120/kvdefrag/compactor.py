@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sm120.kvdefrag import census
-from sglang_sm120.kvdefrag.extents import ExtentAllocator, order_runs
+from sglang_sm120.kvdefrag.extents import ExtentAllocator, longest_first
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ReqKvInfo
@@ -69,7 +69,7 @@ class Holders:
         if isinstance(self.allocator, ExtentAllocator):
             return self.allocator.replace_unreserved_slots(units)
         before = self.allocator.free_pages
-        self.allocator.free_pages = order_runs(units, 1)
+        self.allocator.free_pages = longest_first(units, units.new_zeros(self.allocator.size + 1))
         return lambda: setattr(self.allocator, "free_pages", before)
 
     def census(self, block: int) -> census.Census:

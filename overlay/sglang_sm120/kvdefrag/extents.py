@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Evicting a little more than asked, a 64th of the pool, keeps merges rare once the prefix cache has filled it.
 EVICTION_SLACK = 64
 # Decode steps whose slots are read from the rows at once.
-LOOKAHEAD_STEPS = 64
+LOOKAHEAD_STEPS = 16
 
 
 class Want(NamedTuple):
@@ -79,10 +79,12 @@ class ExtentAllocator(TokenToKVPoolAllocator):
     def __init__(self, stock: TokenToKVPoolAllocator, rows: ReqToTokenPool, extent_tokens: int) -> None:
         """Take over the pool of `stock`; `extent_tokens` is the size of a soft page."""
         self.extent_tokens = extent_tokens
+        self._half_extent = max(extent_tokens // 2, 1)  # what a request should have left, so that looking ahead pays
         self._rows = rows
         self._table = rows.req_to_token
         self._width = self._table.shape[1]
         self._ahead = torch.arange(LOOKAHEAD_STEPS, device=stock.device)[:, None]
+        self._tally = torch.zeros(stock.size + 1, dtype=torch.int64, device=stock.device)
         super().__init__(stock.size, stock.dtype, stock.device, stock.get_kvcache(), need_sort=False)
         rows._on_alloc_rows = self._reclaim_rows
 
@@ -127,7 +129,8 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
             return
         if self._planned is not None:
-            num_tokens = sum(-(-n // self.extent_tokens) for n in self._planned.extend_lens) * self.extent_tokens
+            extent, half = self.extent_tokens, self._half_extent
+            num_tokens = sum(-(-(n + half) // extent) for n in self._planned.extend_lens) * extent
         shortfall = num_tokens - self._unreserved()
         if shortfall > 0:
             tree_cache.evict_for_alloc(EvictParams(num_tokens=shortfall + self.size // EVICTION_SLACK))
@@ -147,9 +150,9 @@ class ExtentAllocator(TokenToKVPoolAllocator):
             return None
         if count > self._unreserved():
             self.trim()
-        if count > len(self.free_pages) or self._staged_tokens > max(len(self.free_pages), self.size // 8):
+        if count > self.free_pages.numel() or self._staged_tokens > max(self.free_pages.numel(), self.size // 8):
             slots = torch.cat([self.free_pages, *self._staged]).sort().values
-            self.free_pages, self._staged, self._staged_tokens = order_runs(slots, count), [], 0
+            self.free_pages, self._staged, self._staged_tokens = order_runs(slots, count, self._tally), [], 0
         taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
         return taken
 
@@ -181,7 +184,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
     def replace_unreserved_slots(self, slots: torch.Tensor) -> Callable[[], None]:
         """Make sorted `slots` the free list; return what puts the old one back."""
         before = self.free_pages, self._staged, self._staged_tokens
-        self.free_pages, self._staged, self._staged_tokens = order_runs(slots, 1), [], 0
+        self.free_pages, self._staged, self._staged_tokens = longest_first(slots, self._tally), [], 0
 
         def restore() -> None:
             self.free_pages, self._staged, self._staged_tokens = before
@@ -225,6 +228,23 @@ class ExtentAllocator(TokenToKVPoolAllocator):
 
     def _ensure(self, wants: Sequence[Want]) -> bool:
         """Reserve what is needed; whole extents, up to what is wished, while the free list has them."""
+        grown = self._grow(wants)
+        if grown is None:
+            return False
+        for want, (held, fresh) in zip(wants, grown, strict=True):
+            if fresh is not None:
+                self._reserve(want, want.position + held, fresh)
+        return True
+
+    def _reserve(self, want: Want, begin: int, slots: torch.Tensor) -> None:
+        """Write slots behind what is reserved, or will be, from the wanted position on."""
+        end = begin + slots.numel()
+        self._table[want.row, begin:end] = slots
+        self._start[want.row], self._end[want.row] = want.position, end
+        self._reserved_tokens += slots.numel()
+
+    def _grow(self, wants: Sequence[Want]) -> list[tuple[int, torch.Tensor | None]] | None:
+        """For each want what is reserved already, and slots taken for the rest; None if the pool is too full."""
         held = [self._held(want) for want in wants]
         counts = [self._whole_extents(want, n) for want, n in zip(wants, held, strict=True)]
         if sum(counts) > self._unreserved():
@@ -232,21 +252,10 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         if sum(counts) > self._unreserved():
             self.trim()
             held, counts = [0] * len(wants), [want.need for want in wants]
-        if not any(counts):
-            return True
-        slots = self._take(sum(counts))
-        if slots is None:
-            return False
-        slots = slots.to(self._table.dtype)
-        taken = 0
-        for want, n, count in zip(wants, held, counts, strict=True):
-            if count:
-                begin = want.position + n
-                self._table[want.row, begin : begin + count] = slots[taken : taken + count]
-                self._start[want.row], self._end[want.row] = want.position, begin + count
-                taken += count
-        self._reserved_tokens += taken
-        return True
+        taken = self._take(sum(counts))
+        if taken is None:
+            return None
+        return [(n, part if part.numel() else None) for n, part in zip(held, taken.split(counts), strict=True)]
 
     def _whole_extents(self, want: Want, held: int) -> int:
         """Slots to add so that a row reaches its wish in whole extents, within the width of its row."""
@@ -274,16 +283,24 @@ class ExtentAllocator(TokenToKVPoolAllocator):
             return self._take(count)
         self._settle()
         wants = [
-            Want(req.kv.req_pool_idx, prefix, extend, extend)
+            Want(req.kv.req_pool_idx, prefix, extend, extend + self._half_extent)
             for req, prefix, extend in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
         ]
-        if not self._ensure(wants):
+        grown = self._grow(wants)
+        if grown is None:
             return None
-        slots = torch.cat([self._table[w.row, w.position : w.position + w.need] for w in wants])
-        for want in wants:
-            self._start[want.row] += want.need
-        self._reserved_tokens -= count
-        return slots.to(torch.int64)
+        slots = []
+        for want, (held, fresh) in zip(wants, grown, strict=True):
+            old = min(held, want.need)
+            if old:
+                slots.append(self._table[want.row, want.position : want.position + old].to(torch.int64))
+            if fresh is not None:
+                used = want.need - old  # upstream writes these into the row
+                slots.append(fresh[:used])
+                self._reserve(want, want.position + held + used, fresh[used:])
+            self._start[want.row] = want.position + want.need
+            self._reserved_tokens -= old
+        return torch.cat(slots)
 
     def decode_slots(self, batch: ScheduleBatch) -> torch.Tensor | None:
         """One slot a request, `[requests]` int64, which its row has already; None if upstream must allocate.
@@ -305,8 +322,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         return slots
 
     def _look_ahead(self, batch: ScheduleBatch) -> DecodeSteps | None:
-        half = max(self.extent_tokens // 2, 1)  # what a request should have left, so that looking ahead pays
-        start, end = self._start, self._end
+        half, start, end = self._half_extent, self._start, self._end
         places = [(req.kv.req_pool_idx, req.kv.kv_allocated_len) for req in batch.reqs]
         short = [Want(row, at, 1, half) for row, at in places if start[row] != at or end[row] - at < half]
         if short:
@@ -336,17 +352,24 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         return True
 
 
-def order_runs(slots: torch.Tensor, need: int) -> torch.Tensor:
-    """Free slots, run by run: the shortest runs of at least `need` first, then the longest. `slots [n]` is sorted."""
-    if len(slots) < 2:
-        return slots
-    begins = torch.ones_like(slots)
-    begins[1:] = slots[1:] != slots[:-1] + 1
-    run = begins.cumsum(0) - 1
-    length = torch.zeros_like(slots).scatter_add_(0, run, torch.ones_like(slots))[run]
-    best_fit = torch.where(length >= need, length, len(slots) + 1).min()
-    key = torch.where(length == best_fit, len(slots) + 1, length)
-    return slots[key.argsort(descending=True, stable=True)]
+def order_runs(slots: torch.Tensor, need: int, tally: torch.Tensor) -> torch.Tensor:
+    """Free slots, run by run: those of at least `need` from the shortest on, then the others from the longest on.
+
+    Args:
+        slots: `[n]` int64, sorted.
+        need: slots that are wanted next.
+        tally: `[pool + 1]` int64 of zeros, to work in; it holds zeros again in the end.
+    """
+    run = slots - torch.arange(slots.numel(), device=slots.device)  # the same within a run, and in no other
+    length = tally.scatter_add_(0, run, torch.ones_like(run)).index_select(0, run)
+    tally.index_fill_(0, run, 0)
+    fit = torch.where(length < need, tally.numel() - length, length - tally.numel())
+    return slots.index_select(0, fit.argsort(stable=True))
+
+
+def longest_first(slots: torch.Tensor, tally: torch.Tensor) -> torch.Tensor:
+    """`order_runs` where nothing is known of what will be wanted."""
+    return order_runs(slots, tally.numel(), tally)
 
 
 def alloc_for_extend(original: Callable[..., Any], batch: ScheduleBatch) -> Any:
@@ -364,8 +387,9 @@ def alloc_for_decode(original: Callable[..., Any], batch: ScheduleBatch, token_p
         slots = allocator.decode_slots(batch) if token_per_req == 1 else None
         if slots is not None:
             for req in batch.reqs:
-                req.kv.kv_allocated_len += 1
-                req.kv.kv_committed_len += 1
+                kv = req.kv
+                kv.kv_allocated_len += 1
+                kv.kv_committed_len += 1
             return slots
         allocator.give_up(batch.reqs)
     return original(batch, token_per_req)

@@ -91,7 +91,7 @@ class Defragmenter:
         self._scheduler = scheduler
         self._settings = settings
         self._refusal = refusal(scheduler)
-        self._asked = False
+        self._asked = self._stopped = False
         self._steps_to_next_look = STEPS_BETWEEN_PASSES
         self._idle_done = False
         self._in_series = False
@@ -112,16 +112,19 @@ class Defragmenter:
     # -- triggers --
 
     def ask(self, start: bool) -> bool:
-        """Compact at the next safe points until nothing is left to gain, or stop that; False and a log if refused."""
+        """Compact at the next safe points until nothing is left to gain, or stop all passes until asked to start.
+
+        False, and the reason in the log, where compaction is refused.
+        """
         if self._refusal:
             logger.warning("KV compaction refused: %s", self._refusal)
             return False
-        self._asked = start
+        self._asked, self._stopped = start, not start
         return True
 
     def due(self) -> bool:
         """Whether a pass should run before the next batch."""
-        if self._refusal:
+        if self._refusal or self._stopped:
             return False
         self._idle_done = False
         if self._asked or self._settings.compact is When.EVERY_STEP:
@@ -137,7 +140,7 @@ class Defragmenter:
     def when_idle(self) -> None:
         """Compact until nothing is left to gain; upstream calls this again and again, with time to poll in between."""
         wanted = self._asked or self._settings.compact in (When.IDLE, When.AUTO)
-        if self._refusal or self._idle_done or not wanted or not self._scheduler.is_fully_idle():
+        if self._refusal or self._stopped or self._idle_done or not wanted or not self._scheduler.is_fully_idle():
             return
         self._idle_done = not self.run_pass()
 
