@@ -6,7 +6,8 @@
     fastpath     what the kernel would win if it read no indices where KV is contiguous (as kernel; builds one)
     move         bandwidth of the move that compaction launches (as kernel)
     compaction   what whole passes over a churned pool cost (needs a CUDA GPU)
-    serve        tokens a second with tiers off, 0, 1, and 0 with 1; step times while compacting (needs a CUDA GPU)
+    steps        decode step times while compacting and not (needs a CUDA GPU)
+    serve        tokens a second with tiers off, 0, 1, and 0 with 1 (needs a CUDA GPU)
 
 Every comparison is of medians within one run; results are merged into the JSON file under the name of the part.
 """
@@ -20,7 +21,7 @@ import shutil
 import statistics
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from tools.server import Server
 
 EXTENTS = (0, 64, 128, 256)
-GPU_PARTS = ("kernel", "fastpath", "move", "compaction", "serve")
+GPU_PARTS = ("kernel", "fastpath", "move", "compaction", "steps", "serve")
 HEAD_DIM = 576
 HEADS = 8
 RUN_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1_024, 4_096, 131_072)
@@ -319,6 +320,80 @@ def compaction(layers: int = 61, slots: int = 262_144) -> dict:
     return result
 
 
+def steps(layers: int = 61, requests: int = 32, tokens: int = 4_096, count: int = 320, repeats: int = 3) -> dict:
+    """Milliseconds of decode steps while tier 1 compacts at its default budget, and while it does not.
+
+    A step is upstream's allocation and the attention of all layers, in a CUDA graph. The pool is upstream's, so it
+    scatters; the threshold is 1, so every look, one in 64 steps, is followed by a pass.
+    """
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang_sm120 import ops
+    from sglang_sm120.kvdefrag import serving
+    from sglang_sm120.kvdefrag.settings import Settings, When
+
+    slots = 262_144
+    world = World(slots, max_requests=requests, max_context=8_192, device="cuda", with_kv=False)
+    pool = MLATokenToKVPool(
+        size=slots, page_size=1, dtype=torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=layers,
+        device="cuda", enable_memory_saver=False,
+    )  # fmt: skip
+    for buffer in pool.kv_buffer:
+        buffer.normal_()
+    world.allocator._kvcache = pool
+    random = Random(0)
+    for _ in range(requests):
+        world.arrive([random.randrange(50) for _ in range(tokens)], 1 << 20)
+    tier_1 = serving.Defragmenter(world.scheduler(), Settings(compact=When.AUTO, compact_below=1.0))
+
+    q = torch.randn(requests, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    rows = torch.tensor([req.kv.req_pool_idx for req in world.running], device="cuda")
+    lens = torch.full((requests,), tokens, device="cuda")
+
+    def attend() -> None:
+        for buffer in pool.kv_buffer:
+            ops.mla_verify(q, buffer.view(-1, HEAD_DIM), world.rows.req_to_token, rows, lens, q_len=1, sm_scale=0.1)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+
+    def step(compacting: bool) -> float:
+        begin = _now()
+        if compacting and tier_1.due():
+            tier_1.run_pass()
+        world.step()
+        lens.add_(1)
+        graph.replay()
+        return (_now() - begin) * 1000
+
+    times: dict[str, list[float]] = {"off": [], "on": []}
+    for _ in range(128):
+        step(compacting=True)  # loads what a pass launches
+    passes = tier_1.report()["passes"]
+    for _ in range(repeats):
+        for name, values in times.items():
+            values.extend(step(name == "on") for _ in range(count))
+    result = {
+        "layers": layers,
+        "requests": requests,
+        "steps": repeats * count,
+        "passes": tier_1.report()["passes"] - passes,
+        "off": _step_summary(times["off"]),
+        "on": _step_summary(times["on"]),
+        "mean_rise": statistics.mean(times["on"]) / statistics.mean(times["off"]) - 1,
+    }
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def _step_summary(milliseconds: Sequence[float]) -> dict[str, float]:
+    times = sorted(milliseconds)
+    at = {f"p{percent}_ms": times[int(percent / 100 * len(times))] for percent in (50, 95, 98, 99)}
+    return {"mean_ms": statistics.mean(times)} | at | {"longest_ms": times[-1]}
+
+
 def _record(events: dict[str, torch.cuda.Event], stage: str) -> None:
     if stage in events:
         events[stage].record()
@@ -467,9 +542,7 @@ def step_times(up: Server, seed: int, requests: int = 32, steps: int = 700) -> d
         others = pool.submit(up.generate, prompts[1:], steps + 100)
         arrivals = list(_token_times(up, prompts[0], steps))
         others.result()
-    times = sorted((b - a) * 1000 for a, b in pairwise(arrivals[50:]))  # by then all have started
-    at = {f"p{percent}_ms": times[int(percent / 100 * len(times))] for percent in (50, 95, 98, 99)}
-    return {"mean_ms": statistics.mean(times)} | at | {"longest_ms": times[-1]}
+    return _step_summary([(b - a) * 1000 for a, b in pairwise(arrivals[50:])])  # by then all have started
 
 
 def _token_times(up: Server, prompt: list[int], tokens: int) -> Iterator[float]:
@@ -510,6 +583,7 @@ def main() -> None:
         "fastpath": fastpath,
         "move": move,
         "compaction": compaction,
+        "steps": steps,
         "serve": serve,
     }
     everything = list(parts) if device == "cuda" else ["churn", "map"]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -203,6 +204,29 @@ class World:
         self.tree.evict(EvictParams(num_tokens=tokens))
 
     # -- compaction --
+
+    def scheduler(self, draft_pools: Sequence[Any] = (), **flags: Any) -> SimpleNamespace:
+        """As much of upstream's scheduler as compaction touches, over this pool; `flags` are of the server's."""
+        from sglang_sm120.kvdefrag import serving
+
+        for req in self.running:
+            req.beam_group = None
+        arguments = dict.fromkeys(serving.HOLDERS_ELSEWHERE, False) | {"disaggregation_mode": "null", "pp_size": 1}
+        runners = [SimpleNamespace(token_to_kv_pool=pool) for pool in draft_pools]
+        return SimpleNamespace(
+            server_args=SimpleNamespace(**arguments | flags),
+            token_to_kv_pool_allocator=self.allocator,
+            req_to_token_pool=self.rows,
+            tree_cache=self.tree,
+            invariant_checker=SimpleNamespace(_requests_owning_rows=lambda: self.running),
+            draft_worker=SimpleNamespace(_draft_model_runners=lambda: runners),
+            result_queue=deque(),
+            process_batch_result=lambda *_: None,
+            is_fully_idle=lambda: True,
+            device=self.device,
+            last_batch="last",
+            forward_stream=torch.cuda.current_stream() if self.device != "cpu" else None,
+        )
 
     def survey(self) -> Survey:
         """Who owns what, as the compactor sees it."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from types import SimpleNamespace
-
 import pytest
 from sglang_sm120.kvdefrag import compactor, serving
 from sglang_sm120.kvdefrag.settings import Settings, When
 
 from tests.kvdefrag import schedules
 from tools.churn import World
-
-IDLE_FLAGS = dict.fromkeys(serving.HOLDERS_ELSEWHERE, False) | {"disaggregation_mode": "null", "pp_size": 1}
 
 
 def scattered() -> World:
@@ -25,28 +20,9 @@ def scattered() -> World:
     return world
 
 
-def scheduler(world: World) -> SimpleNamespace:
-    """As much of upstream's scheduler as compaction touches, over a real pool."""
-    for req in world.running:
-        req.beam_group = None
-    return SimpleNamespace(
-        server_args=SimpleNamespace(**IDLE_FLAGS),
-        token_to_kv_pool_allocator=world.allocator,
-        req_to_token_pool=world.rows,
-        tree_cache=world.tree,
-        invariant_checker=SimpleNamespace(_requests_owning_rows=lambda: world.running),
-        draft_worker=SimpleNamespace(_draft_model_runners=lambda: [SimpleNamespace(token_to_kv_pool=world.pools[1])]),
-        result_queue=deque(),
-        processed=[],
-        process_batch_result=lambda *result: None,
-        is_fully_idle=lambda: True,
-        device="cpu",
-        last_batch="last",
-    )
-
-
 def defragmenter(world: World, when: When, **options) -> serving.Defragmenter:
-    return serving.Defragmenter(scheduler(world), Settings(compact=when, compact_ms=1000, **options))
+    served = world.scheduler(world.pools[1:])
+    return serving.Defragmenter(served, Settings(compact=when, compact_ms=1000, **options))
 
 
 def test_auto_looks_now_and_then_and_compacts_below_the_threshold():
@@ -96,7 +72,7 @@ def test_asking_to_stop_stops_every_mode_until_asked_to_start(when):
 
 def test_the_queued_result_is_processed_before_and_forgotten_after():
     world = scattered()
-    served = scheduler(world)
+    served = world.scheduler(world.pools[1:])
     order = []
     served.result_queue.append(("batch", "result"))
     served.process_batch_result = lambda *result: order.append(result)

@@ -55,23 +55,14 @@ def test_a_bad_variable_ends_the_process_instead_of_the_plugin():
     assert "SGLANG_SM120_KV_COMPACT=sometimes: it must be one of" in done.stderr
 
 
-def scheduler(**arguments) -> SimpleNamespace:
-    """As much of a scheduler as the refusal reads."""
-    world = World(64)
-    flags = dict.fromkeys(serving.HOLDERS_ELSEWHERE, False) | {"disaggregation_mode": "null", "pp_size": 1} | arguments
-    return SimpleNamespace(
-        server_args=SimpleNamespace(**flags), token_to_kv_pool_allocator=world.allocator, draft_worker=None
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "flag"),
     [({flag: True}, f"--{flag.replace('_', '-')}") for flag in serving.HOLDERS_ELSEWHERE]
     + [({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"), ({"pp_size": 2}, "--pp-size 2")],
 )
 def test_servers_whose_ids_are_held_elsewhere_are_refused(arguments, flag):
-    assert serving.refusal(scheduler()) is None
-    assert serving.refusal(scheduler(**arguments)).startswith(flag)
+    assert serving.refusal(World(64).scheduler()) is None
+    assert serving.refusal(World(64).scheduler(**arguments)).startswith(flag)
 
 
 def test_flags_that_are_refused_exist_upstream():
@@ -83,7 +74,7 @@ def test_flags_that_are_refused_exist_upstream():
 
 
 def test_an_unknown_allocator_is_refused():
-    refused = scheduler()
+    refused = World(64).scheduler()
     refused.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: None)
     assert "SimpleNamespace, which is not known" in serving.refusal(refused)
 
