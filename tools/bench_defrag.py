@@ -8,6 +8,7 @@
     compaction   what whole passes over a churned pool cost (needs a CUDA GPU)
     steps        decode step times while compacting and not (needs a CUDA GPU)
     serve        tokens a second with tiers off, 0, 1, and 0 with 1 (needs a CUDA GPU)
+    render       defrag.png from the results of kernel and move
 
 Every comparison is of medians within one run; results are merged into the JSON file under the name of the part.
 """
@@ -478,7 +479,7 @@ def serve(requests: int = 48, arrivals_per_s: float = 16.0, repeats: int = 2) ->
         "repeats": repeats,
         "flags": SERVE_FLAGS,
         "cases": [{"tiers": name} | _medians(rows) for name, rows in offers.items()],
-        "steps": {name: _medians(rows[1:]) for name, rows in steps.items()},  # without the first, which loads kernels
+        "steps": {name: _medians(rows) for name, rows in steps.items()},
     }
 
 
@@ -501,8 +502,8 @@ def _since(before: dict[str, Any], up: Server) -> dict[str, float]:
     return {"passes": passes, "units_moved": units, "host_ms_a_pass": seconds / passes * 1000 if passes else 0.0}
 
 
-def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+def _medians(rows: list[dict[str, float]]) -> dict[str, Any]:
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]} | {"repeats": rows}
 
 
 def offer(generate: Callable[..., list[dict]], requests: int, arrivals_per_s: float, seed: int) -> dict[str, float]:
@@ -556,6 +557,40 @@ def _token_times(up: Server, prompt: list[int], tokens: int) -> Iterator[float]:
                 yield time.perf_counter()
 
 
+def render(results: dict[str, Any], docs: Path) -> None:
+    """Draw `defrag.png` beside the JSON file: attention by contiguity, and the move by window."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    page_1, page_64, moves = figure.subplots(1, 3, width_ratios=(1, 1, 0.8))
+    cases, tokens = results["kernel"]["cases"], results["kernel"]["tokens"]
+    for batch, q_len in dict.fromkeys((case["requests"], case["q_len"]) for case in cases):
+        rows = [case for case in cases if (case["requests"], case["q_len"]) == (batch, q_len)]
+        for axes, page in ((page_1, 1), (page_64, 64)):
+            at = [row for row in rows if row[f"contiguity_page_{page}"] is not None]
+            scattered = at[0]["gb_per_s"]
+            axes.plot(
+                [row[f"contiguity_page_{page}"] for row in at],
+                [row["gb_per_s"] / scattered for row in at],
+                "o-",
+                label=f"{batch} x {tokens // batch:,} tokens, {q_len} queries: {scattered:,.0f} GB/s",
+            )
+    for axes, page in ((page_1, 1), (page_64, 64)):
+        axes.set(title=f"attention, page size {page}", xlabel="contiguity", ylim=(0.9, 1.1))
+        axes.set_ylabel("bandwidth, against contiguity 0")
+        axes.legend(fontsize=7)
+    windows = results["move"]["cases"]
+    moves.plot([row["window_units"] for row in windows], [row["of_copy_rate"] for row in windows], "s-")
+    moves.set_xscale("log", base=2)
+    moves.set_xticks([row["window_units"] for row in windows], [f"{row['window_units']:,}" for row in windows])
+    moves.axhline(0.7, ls=":", color="grey")
+    moves.set(
+        title="move", xlabel="slots of a window", ylabel="bandwidth, against a device copy", xscale="log", ylim=(0, 1)
+    )
+    figure.suptitle(results["kernel"]["machine"]["gpu"])
+    figure.savefig(docs / "defrag.png", dpi=110)
+
+
 def machine() -> dict[str, str]:
     """What it ran on."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
@@ -569,7 +604,7 @@ def machine() -> dict[str, str]:
 def main() -> None:
     """Run a part, or all that this machine can, and merge its results into the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["churn", "map", *GPU_PARTS, "all"])
+    parser.add_argument("part", choices=["churn", "map", *GPU_PARTS, "all", "render"])
     parser.add_argument("--out", type=Path, default=Path("docs/bench/defrag.json"))
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -586,9 +621,15 @@ def main() -> None:
         "steps": steps,
         "serve": serve,
     }
+    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    if arguments.part == "render":
+        missing = [part for part in ("kernel", "move") if part not in results]
+        if missing:
+            parser.error(f"{arguments.out} has no results of {' and '.join(missing)}: run these parts on a GPU first")
+        render(results, arguments.out.parent)
+        return
     everything = list(parts) if device == "cuda" else ["churn", "map"]
     wanted = everything if arguments.part == "all" else [arguments.part]
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for part in wanted:
         name = f"{part} on {device}" if part == "churn" else part
         results[name] = {"machine": machine()} | parts[part]()
