@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-# Evicting a little more than asked, a 64th of the pool, keeps merges rare once the prefix cache has filled it.
-EVICTION_SLACK = 64
+# Evicting a little more than asked, a 32nd of the pool, keeps merges rare once the prefix cache has filled it.
+EVICTION_SLACK = 32
 # Decode steps whose slots are read from the rows at once.
 LOOKAHEAD_STEPS = 16
 
