@@ -114,7 +114,7 @@ def _poisson(random: Random, mean: float) -> int:
     return arrivals
 
 
-def churn(device: str, repeats: int = 3, trace: Trace | None = None) -> dict:
+def churn(device: str, repeats: int = 7, trace: Trace | None = None) -> dict:
     """Stock against extents, with and without speculation; the variants take turns within each repeat."""
     trace = trace or Trace()
     cases = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,17 @@ def test_the_invariants_catch_a_broken_allocator(method, broken, monkeypatch):
     monkeypatch.setattr(extents.ExtentAllocator, method, broken)
     with pytest.raises((AssertionError, RuntimeError)):
         for seed in range(20):
+            world = World(200, max_requests=5, max_context=160, extent_tokens=16, seed=seed)
+            schedules.run(world, 30, schedules.check)
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_rows_that_upstream_writes_itself_give_their_extents_up(gives_up, monkeypatch):
+    monkeypatch.setattr(extents.ExtentAllocator, "decode_slots", lambda *_: None)  # as for a beam search's rows
+    if not gives_up:
+        monkeypatch.setattr(extents.ExtentAllocator, "give_up", lambda *_: None)
+    with nullcontext() if gives_up else pytest.raises(AssertionError):
+        for seed in range(10):
             world = World(200, max_requests=5, max_context=160, extent_tokens=16, seed=seed)
             schedules.run(world, 30, schedules.check)
 

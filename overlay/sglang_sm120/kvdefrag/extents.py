@@ -300,7 +300,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
                 self._reserve(want, want.position + held + used, fresh[used:])
             self._start[want.row] = want.position + want.need
             self._reserved_tokens -= old
-        return torch.cat(slots)
+        return torch.cat(slots) if len(slots) > 1 else slots[0]
 
     def decode_slots(self, batch: ScheduleBatch) -> torch.Tensor | None:
         """One slot a request, `[requests]` int64, which its row has already; None if upstream must allocate.
