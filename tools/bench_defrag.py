@@ -593,8 +593,11 @@ def render(results: dict[str, Any], docs: Path) -> None:
 
 def machine() -> dict[str, str]:
     """What it ran on."""
+    from tools import kernels
+
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
+        "kernel_hash": kernels.source_hash(),
         "gpu": f"{gpu.name}, sm_{gpu.major}{gpu.minor}" if gpu else "none",
         "cpu": platform.machine(),
         "torch": torch.__version__,
