@@ -45,8 +45,10 @@ HEAD_DIM = 576
 HEADS = 8
 RUN_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1_024, 4_096, 131_072)
 # How the kernel's loader finds a slot, and how it would if a request's KV were one run.
-INDEXED = "return slots[min(at, length - 1)];"
-CONTIGUOUS = "return slots[0] + min(at, length - 1);"
+INDEXED = "ptx::cp_async_4(slot_ring + to * kSlotBatchBytes, slots + min(at, length - 1));"
+CONTIGUOUS = """asm volatile("st.shared.u32 [%0], %1;" ::"r"(slot_ring + to * kSlotBatchBytes),
+                 "r"(slots[0] + min(at, length - 1)) : "memory");
+    __syncwarp();"""
 # Name of the tiers that are on: tokens of an extent, and whether compaction runs.
 TIERS = {"off": ("0", False), "0": ("256", False), "1": ("0", True), "0+1": ("256", True)}
 SERVE_FLAGS = (

@@ -109,9 +109,10 @@ def test_a_full_pool_trims_extents_before_it_refuses():
     assert world.allocator.reserved(row) == (64, 64) and world.allocator.available_size() == 0
 
 
-def test_other_pools_are_left_alone():
+def test_other_pools_are_left_alone_and_the_log_says_so(caplog):
     world = World(256, page_size=64, extent_tokens=16)
     assert not isinstance(world.allocator, extents.ExtentAllocator)
+    assert "SGLANG_SM120_KV_EXTENT=16 has no effect: this server keeps" in caplog.text and "page size 64" in caplog.text
 
 
 def serve_without_values() -> None:

@@ -13,6 +13,7 @@ sort that orders free runs longest first, after the run that fits the waiting re
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,10 +22,14 @@ import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_sm120.kvdefrag.settings import EXTENT
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+logger = logging.getLogger(__name__)
 
 # Evicting a little more than asked, a 32nd of the pool, keeps merges rare once the prefix cache has filled it.
 EVICTION_SLACK = 32
@@ -410,5 +415,11 @@ def alloc_for_spec_decode(original: Callable[..., Any], tree_cache: BasePrefixCa
 
 def replace_allocator(allocator: Any, rows: ReqToTokenPool, extent_tokens: int) -> Any:
     """The allocator to serve with: ours in place of upstream's plain token allocator, anything else as it is."""
-    plain = type(allocator) is TokenToKVPoolAllocator and not allocator.need_sort
-    return ExtentAllocator(allocator, rows, extent_tokens) if plain and extent_tokens else allocator
+    if not extent_tokens:
+        return allocator
+    if type(allocator) is TokenToKVPoolAllocator and not allocator.need_sort:
+        return ExtentAllocator(allocator, rows, extent_tokens)
+    what = f"{type(allocator).__name__} of page size {allocator.page_size}"
+    what += ", sorted for PD disaggregation" if allocator.need_sort else ""
+    logger.warning("%s=%d has no effect: this server keeps upstream's %s.", EXTENT, extent_tokens, what)
+    return allocator
