@@ -55,7 +55,7 @@ def plain(prompts, logs) -> dict:
 
 
 @pytest.fixture(scope="module")
-def server(logs):
+def server(logs, plain):  # after `plain`, whose server is gone by then: an idle one takes a core
     with launcher.running(pair.TARGET, logs / "ddtree.log", pair.ddtree_flags(16)) as up:
         yield up
 

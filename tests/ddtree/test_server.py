@@ -52,7 +52,7 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def server(request, logs):
+def server(request, logs, plain):  # after `plain`, whose server is gone by then: an idle one takes a core
     flags = pair.ddtree_flags(16, 8, "--enable-metrics", *VARIANTS[request.param])
     with launcher.running(pair.TARGET, logs / f"{request.param}.log", flags) as up:
         yield up
