@@ -74,10 +74,13 @@ def _register_dflash_verify() -> None:
 
 
 def _register_selection() -> None:
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_sm120.attention import select
 
+    step = "disable_prefill_cuda_graph_for_deepseek_trtllm_mla"  # the attention backend is known, the graphs are not yet
+    register_resolution_hook(step)(select.leave_prompts_uncaptured)
     HookRegistry.register(
         "sglang.srt.arg_groups.overrides.get_default_attn_backend", select.default_backend, HookType.AROUND
     )

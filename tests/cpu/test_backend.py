@@ -159,3 +159,26 @@ def test_the_kernel_gets_the_pool_itself(monkeypatch, kv_dtype):
     layer = SimpleNamespace(layer_id=0, scaling=1.0, logit_cap=0.0)
     served._attend(torch.zeros(2 * Q_LEN, 8, reference.HEAD_DIM), layer, batch.req_pool_indices)
     assert seen[0] is at.token_to_kv_pool.get_key_buffer(0) and seen[0].dtype == kv_dtype
+
+
+def test_wrappers_of_the_backend_may_call_it_as_they_call_flashinfers():
+    """A server with another decode backend, or with linear layers, plans prompts through upstream's wrappers."""
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    planned = []
+    ours = backend.Sm120MLABackend.__new__(backend.Sm120MLABackend)
+    ours._prefill = SimpleNamespace(init_mha_chunk_metadata=lambda *given: planned.append(given))
+    wrapper = SimpleNamespace(prefill_backend=ours)
+    HybridAttnBackend.init_mha_chunk_metadata(wrapper, "batch", False)
+    assert planned == [("batch", False)]
+
+
+def test_a_captured_prompt_is_not_planned_for_full_heads(monkeypatch: pytest.MonkeyPatch):
+    ours = backend.Sm120MLABackend.__new__(backend.Sm120MLABackend)
+    ours._prefill = SimpleNamespace(init_forward_metadata=lambda batch: planned.append(batch))
+    batch = SimpleNamespace(extend_prefix_lens_cpu=[0])
+    planned: list[SimpleNamespace] = []
+    ours._plan_prompt(batch)
+    monkeypatch.setattr(backend, "is_in_breakable_cuda_graph", lambda: True)
+    ours._plan_prompt(batch)
+    assert planned == [batch]

@@ -6,6 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.arg_groups import cuda_graph_hook
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.arg_groups.resolution_hooks import run_hook
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
 from sglang_sm120 import ops
 from sglang_sm120.attention import select
 
@@ -43,6 +49,9 @@ def args(**changes):
             "enable_deterministic_inference": False,
             "kv_cache_dtype": "auto",
             "device": "cuda",
+            "flashinfer_mla_disable_ragged": False,
+            "speculative_algorithm": None,
+            "speculative_draft_attention_backend": None,
         }
         | changes
     )
@@ -84,6 +93,9 @@ def test_what_we_would_refuse_is_not_chosen(gpu):
         ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
+        ({"flashinfer_mla_disable_ragged": True}, "--flashinfer-mla-disable-ragged"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
+        ({"speculative_algorithm": "eagle"}, "--speculative-draft-attention-backend triton"),
     ],
 )
 def test_refusals_name_the_flag(gpu, changes, named):
@@ -99,6 +111,7 @@ def test_refusals_name_the_flag(gpu, changes, named):
         ({"kv_lora_rank": None}, "no MLA latent"),
         ({"hf_config": SimpleNamespace(index_topk=2048)}, "sparse attention"),
         ({"sliding_window_size": 128}, "sliding-window"),
+        ({"hf_config": SimpleNamespace(llama_4_scaling={"beta": 0.1})}, "llama_4_scaling"),
         ({"dtype": torch.float16}, "--dtype"),
     ],
 )
@@ -121,3 +134,43 @@ def test_a_wheel_without_kernels_says_so(gpu):
 
 def test_the_cpu_engine_needs_no_kernels():
     assert select.refusals(args(device="cpu"), kimi(dtype=torch.float32)) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"speculative_algorithm": "DFLASH"},
+        {"speculative_algorithm": "DDTREE"},
+        {"speculative_algorithm": "EAGLE", "speculative_draft_attention_backend": "triton"},
+    ],
+)
+def test_speculation_that_the_backend_serves_is_not_refused(gpu, flags):
+    gpu((12, 0))
+    assert select.refusals(args(**flags), kimi()) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "full_heads", "asked", "left"),
+    [
+        ("sm120_mla", True, False, "disabled"),
+        ("sm120_mla", True, True, "breakable"),
+        ("sm120_mla", False, False, "breakable"),
+        ("triton", True, False, "breakable"),
+    ],
+)
+def test_prompts_with_full_heads_are_not_captured_unless_asked(monkeypatch, backend, full_heads, asked, left):
+    """By upstream's own resolution step: inside a prefill graph prompts would take the absorbed path."""
+    monkeypatch.setattr(select, "prefills_with_full_heads", lambda: full_heads)
+    given = ServerArgs(model_path="none", device="cuda", attention_backend=backend)
+    graphs = CudaGraphConfig()
+    graphs.prefill.backend = Backend.BREAKABLE
+    declare_resolution(given, "test", cuda_graph_config=graphs)
+    given._cuda_graph_config_locked = {(Phase.PREFILL, "backend")} if asked else set()
+    monkeypatch.setattr(cuda_graph_hook, "model_config_of", lambda _: SimpleNamespace(hf_config=kimi_architecture()))
+    load_plugins()
+    run_hook(cuda_graph_hook.disable_prefill_cuda_graph_for_deepseek_trtllm_mla, given)
+    assert resolving_view(given).cuda_graph_config.prefill.backend == left
+
+
+def kimi_architecture():
+    return SimpleNamespace(architectures=["DeepseekV3ForCausalLM"])

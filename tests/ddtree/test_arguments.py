@@ -62,6 +62,7 @@ REFUSED = [
     ("--dcp-size", "2"),
     ("--attn-cp-size", "2", "--tp-size", "2"),
     ("--disaggregation-mode", "decode"),
+    (*"--speculative-draft-attention-backend flashinfer --speculative-draft-window-size 512 --page-size 64".split(),),
 ]
 
 

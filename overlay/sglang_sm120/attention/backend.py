@@ -19,6 +19,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
@@ -51,6 +52,7 @@ class Sm120MLABackend(AttentionBackend):
     """Absorbed-MLA attention over the paged latent pool. Page size does not matter: slots are read one by one."""
 
     needs_cpu_seq_lens = False
+    extend_dummy_seqs_capped_by_req_pool = True  # FlashInfer's buffers hold that many requests
 
     def __init__(self, model_runner: ModelRunner, skip_prefill: bool = False) -> None:
         super().__init__()
@@ -130,7 +132,7 @@ class Sm120MLABackend(AttentionBackend):
 
         That plan takes the lengths of one-shot keys (prefix and new tokens) from FlashInfer's `kv_indptr`.
         """
-        if self._prefill is None:
+        if self._prefill is None or is_in_breakable_cuda_graph():  # captured prompts take the absorbed path
             return
         if any(forward_batch.extend_prefix_lens_cpu):
             bs = forward_batch.batch_size
@@ -171,10 +173,10 @@ class Sm120MLABackend(AttentionBackend):
             bools = self._verify_mask.buffer[:cells].view(-1, q_len)
             rows.tree_mask.copy_(ops.pack_tree_mask(bools) if self.uses_kernel else reference.pack_mask(bools))
 
-    def init_mha_chunk_metadata(self, forward_batch: ForwardBatch) -> None:
+    def init_mha_chunk_metadata(self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False) -> None:
         """Plan a prompt chunk over its cached prefix with full heads (upstream's chunked-prefix path)."""
         if self._prefill is not None:
-            self._prefill.init_mha_chunk_metadata(forward_batch)
+            self._prefill.init_mha_chunk_metadata(forward_batch, disable_flashinfer_ragged)
 
     def forward_extend(
         self,

@@ -13,6 +13,8 @@ from sglang_sm120.attention import BACKEND_NAME
 from sglang_sm120.attention.reference import LATENT_DIM, ROPE_DIM
 
 AUTO_CAPABILITIES = ((12, 0), (12, 1))
+# Their draft attends with the target's backend where no other is named.
+DRAFTS_LIKE_TARGET = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")
 # What the built kernels run on; bulk copies on 9.0 and 12.x, plain asynchronous copies on 8.x.
 KERNEL_MAJORS = (8, 9, 12)
 
@@ -54,6 +56,8 @@ def refusals(server_args: Any, model_config: Any) -> list[str]:
         found.append("the model uses sparse attention (DSA): choose --attention-backend dsa")
     if getattr(model_config, "sliding_window_size", None):
         found.append("the model uses sliding-window attention, which has no tree mask by depth here")
+    if getattr(model_config.hf_config, "llama_4_scaling", None):
+        found.append("the model scales queries by position (llama_4_scaling), which reaches no absorbed backend: triton")
     if cfg.dcp_size > 1:
         found.append(f"--dcp-size {cfg.dcp_size}: decode context parallelism is not supported, use --dcp-size 1")
     if cfg.enable_unified_memory:
@@ -62,7 +66,20 @@ def refusals(server_args: Any, model_config: Any) -> list[str]:
         found.append("--enable-deterministic-inference: the context splits depend on the batch, choose triton or fa3")
     if cfg.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "fp8_e4m3"):
         found.append(f"--kv-cache-dtype {cfg.kv_cache_dtype}: use auto, bfloat16 or fp8_e4m3")
+    if cfg.flashinfer_mla_disable_ragged:
+        found.append("--flashinfer-mla-disable-ragged: prompts here need FlashInfer's ragged kernels, leave it out")
+    found += _speculation_refusals(cfg)
     return found + (_gpu_refusals(model_config) if torch.cuda.is_available() and cfg.device != "cpu" else [])
+
+
+def _speculation_refusals(cfg: Any) -> list[str]:
+    """Trees that do not come as words, and drafts that would attend with our backend, which has no draft side."""
+    name = (cfg.speculative_algorithm or "").upper()
+    if name in ("NGRAM", "UNO"):
+        return [f"--speculative-algorithm {name}: its trees were never verified by the backend, choose triton"]
+    if name in DRAFTS_LIKE_TARGET and cfg.speculative_draft_attention_backend in (None, BACKEND_NAME):
+        return [f"--speculative-algorithm {name}: the draft needs --speculative-draft-attention-backend triton"]
+    return []
 
 
 def _gpu_refusals(model_config: Any) -> list[str]:
@@ -91,6 +108,23 @@ def check_resolved(_result: None, server_args: Any) -> None:
     reasons = refusals(view, model_config_of(server_args))
     if reasons:
         raise ValueError(f"--attention-backend {BACKEND_NAME} cannot serve this: " + "; ".join(reasons))
+
+
+def leave_prompts_uncaptured(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Around upstream's step of this purpose for another backend: no prefill CUDA graphs unless they are asked for.
+
+    Inside one, a chunk of up to 8,192 tokens takes the absorbed path, which costs more than full heads.
+    """
+    from sglang.srt.arg_groups.overrides import attention_backends_of, declare_resolution, resolved_view, resolving_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    previous(server_args)
+    graphs = resolving_view(server_args).cuda_graph_config
+    asked = (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked
+    ours = attention_backends_of(resolved_view(server_args))[0] == BACKEND_NAME
+    if ours and prefills_with_full_heads() and not asked and graphs.prefill.backend != Backend.DISABLED:
+        without = with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
+        declare_resolution(server_args, leave_prompts_uncaptured.__name__, cuda_graph_config=without)
 
 
 @lru_cache(maxsize=1)

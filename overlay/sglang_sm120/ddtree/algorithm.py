@@ -172,6 +172,7 @@ def fill_in(args: Any) -> None:
     args.speculative_eagle_topk = 1
     if args.speculative_draft_attention_backend is None:
         args.speculative_draft_attention_backend = _draft_backend(args.device)
+    _check_draft_window(args)
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
 
@@ -179,7 +180,17 @@ def fill_in(args: Any) -> None:
 def _draft_backend(device: str) -> str:
     from sglang_sm120.cpu.speculative import DRAFT_BACKEND_NAME
 
-    return DRAFT_BACKEND_NAME if device == "cpu" else "flashinfer"
+    return DRAFT_BACKEND_NAME if device == "cpu" else "triton"
+
+
+def _check_draft_window(args: Any) -> None:
+    """FlashInfer plans a replay with the lengths it is told, and of a window in pages only a bound is known then."""
+    pages = args.speculative_draft_window_size and (args.page_size or 1) > 1
+    if pages and args.speculative_draft_attention_backend == "flashinfer":
+        raise ValueError(
+            f"--speculative-draft-attention-backend flashinfer does not work with --speculative-draft-window-size "
+            f"{args.speculative_draft_window_size} and --page-size {args.page_size}: use triton, or --page-size 1."
+        )
 
 
 def _block_size(args: Any) -> int:
