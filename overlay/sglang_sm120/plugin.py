@@ -79,7 +79,8 @@ def _register_selection() -> None:
 
     from sglang_sm120.attention import select
 
-    step = "disable_prefill_cuda_graph_for_deepseek_trtllm_mla"  # the attention backend is known, the graphs are not yet
+    # By this step the attention backend is known and no prefill graph is planned yet.
+    step = "disable_prefill_cuda_graph_for_deepseek_trtllm_mla"
     register_resolution_hook(step)(select.leave_prompts_uncaptured)
     HookRegistry.register(
         "sglang.srt.arg_groups.overrides.get_default_attn_backend", select.default_backend, HookType.AROUND

@@ -57,7 +57,7 @@ def refusals(server_args: Any, model_config: Any) -> list[str]:
     if getattr(model_config, "sliding_window_size", None):
         found.append("the model uses sliding-window attention, which has no tree mask by depth here")
     if getattr(model_config.hf_config, "llama_4_scaling", None):
-        found.append("the model scales queries by position (llama_4_scaling), which reaches no absorbed backend: triton")
+        found.append("the model scales queries by position (llama_4_scaling), which upstream does for triton only")
     if cfg.dcp_size > 1:
         found.append(f"--dcp-size {cfg.dcp_size}: decode context parallelism is not supported, use --dcp-size 1")
     if cfg.enable_unified_memory:
