@@ -62,7 +62,14 @@ REFUSED = [
     ("--dcp-size", "2"),
     ("--attn-cp-size", "2", "--tp-size", "2"),
     ("--disaggregation-mode", "decode"),
-    (*"--speculative-draft-attention-backend flashinfer --speculative-draft-window-size 512 --page-size 64".split(),),
+    (
+        "--speculative-draft-attention-backend",
+        "flashinfer",
+        "--speculative-draft-window-size",
+        "64",
+        "--page-size",
+        "64",
+    ),
 ]
 
 
