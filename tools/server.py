@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Small pools keep start-up short: sizing them from free memory takes longer than all the rest.
+# Small pools keep start-up short: sizing them from free memory takes longer than all the rest. An idle server that
+# sleeps leaves its core to the one that is asked.
 CPU_FLAGS = shlex.split(
     "--device cpu --attention-backend sm120_mla --max-total-tokens 16384 --max-running-requests 16 "
-    "--context-length 8192 --skip-server-warmup"
+    "--context-length 8192 --skip-server-warmup --sleep-on-idle"
 )
 READY_TIMEOUT_S = 300
 
