@@ -15,12 +15,11 @@ import shlex
 import statistics
 import sysconfig
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tools import bench_server, ddtree_page, grow_pair, server
+from tools import bench_server, ddtree_page, grow_pair, kernels, server
 from tools.bench_server import Run
 from tools.train_pair import read_texts
 
@@ -30,7 +29,8 @@ DISTINCT_TOKENS, OWN_TOKENS = 300_000, 48
 REPEATS = 3
 FEW_TOKENS, LONG_BATCH_TOKENS = 8, 2_000_000
 PROFILED = [(1, 32_768), (16, 32_768)]
-PROFILED_STEPS = 12
+# The first of them read the prompts.
+PROFILED_STEPS = 24
 
 
 def variants(pair: Path, contexts: list[int], batches: list[int]) -> dict[str, list[str]]:
@@ -113,12 +113,10 @@ def profile(up: server.Server, text: list[int], batch_size: int, context: int, o
     batch = prompts(text, context, batch_size)
     up.generate(batch, 2)
     folder = out / f"trace-bs{batch_size}"
+    # Begun before the batch, which else may be done before the profiler has started.
     body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["CPU", "GPU"]}
-    with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(up.generate, batch, 400)
-        time.sleep(0.4)  # decoding by then
-        up.post_text("/start_profile", body)
-        answers.result()
+    up.post_text("/start_profile", body | {"with_stack": False, "record_shapes": False})
+    up.generate(batch, 400)
     time.sleep(2)  # the trace is written in the background
     (trace,) = folder.rglob("*.json.gz")
     trace.rename(out / f"trace-bs{batch_size}.json.gz")
@@ -130,17 +128,20 @@ def measure_all(run: Run, work: Path, contexts: list[int], batches: list[int]) -
     text = held_out_tokens(pair)
     with ExitStack() as stack:
         run.launch(stack, pair / "target", variants(pair, contexts, batches))
-        if run.results["absent"]:
-            raise SystemExit(f"error: {', '.join(run.results['absent'])} did not start, so there is nothing to compare")
+        if not run.ups:
+            raise SystemExit(f"error: no server started, so there is nothing to measure: see {run.out / 'logs'}")
         for batch_size, context in PROFILED:
-            profile(run.ups["tree"], text, batch_size, context, run.out)
+            with run.attempt(f"profile of batch {batch_size}"):
+                profile(run.ups["tree"], text, batch_size, context, run.out)
         pairs = [("none", mode) for mode in ("chain", "tree", "adaptive")]
         bench_server.compare(run, pairs, prompts_of_many_lengths(text))
         for context, batch_size in itertools.product(contexts, batches):
             if run.late():
                 print(f"no time left for {context} x {batch_size} and what follows", flush=True)
                 return
-            measure(run, text, context, batch_size)
+            with run.attempt(f"{context} tokens, batch {batch_size}"):
+                measure(run, text, context, batch_size)
+        run.save()
 
 
 def main() -> None:
@@ -157,7 +158,9 @@ def main() -> None:
     if args.verb == "render":
         ddtree_page.render(args.out, Path("docs/bench"))
     else:
-        results = {"budget": BUDGET, "repeats": REPEATS, "rows": [], "equal": {}, "absent": {}}
+        server.exit_on_sigterm()
+        what = {"kernel_hash": kernels.source_hash(), "budget": BUDGET, "repeats": REPEATS}
+        results = what | {"rows": [], "equal": {}, "absent": {}}
         deadline = time.monotonic() + 60 * args.minutes
         measure_all(Run(args.out, deadline, results=results), args.work, args.contexts, args.batches)
 

@@ -30,14 +30,12 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from tools import server
 from tools.churn import World
-
-if TYPE_CHECKING:
-    from tools.server import Server
 
 EXTENTS = (0, 64, 128, 256)
 GPU_PARTS = ("kernel", "fastpath", "move", "compaction", "steps", "serve")
@@ -54,7 +52,7 @@ TIERS = {"off": ("0", False), "0": ("256", False), "1": ("0", True), "0+1": ("25
 SERVE_FLAGS = (
     "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
     "--max-total-tokens 200000 --context-length 16000 --max-running-requests 32 --cuda-graph-bs-decode 8 16 24 32 "
-    "--sleep-on-idle --enable-metrics --mem-fraction-static 0.2"
+    "--sleep-on-idle --enable-metrics --mem-fraction-static 0.6"
 )
 
 
@@ -441,14 +439,14 @@ def serve(requests: int = 48, arrivals_per_s: float = 16.0, repeats: int = 2) ->
     One server has upstream's allocator and one has extents; both have tier 1, and a request stops and starts it. Each
     turn begins with an empty pool and is measured once that has filled up.
     """
-    from tools import server, tiny_model
+    from tools import tiny_model
 
     work = Path("build/bench-defrag")
     model = work / "rank"
     if not (model / "config.json").exists():
         tiny_model.write(model, size="rank")
 
-    def start(extent: str) -> Server:
+    def start(extent: str) -> server.Server:
         flags = [*SERVE_FLAGS.split(), "--attention-backend", "sm120_mla"]
         env = {"SGLANG_SM120_KV_COMPACT": "auto", "SGLANG_SM120_KV_EXTENT": extent}
         return stack.enter_context(server.running(model, work / f"extent{extent}.log", flags, env, defaults=()))
@@ -485,17 +483,17 @@ def serve(requests: int = 48, arrivals_per_s: float = 16.0, repeats: int = 2) ->
     }
 
 
-def _set_tier_1(up: Server, on: bool) -> None:
+def _set_tier_1(up: server.Server, on: bool) -> None:
     """Empty the pool and the prefix cache, and start or stop compaction."""
     up.post("/set_internal_state", {"server_args": {"sm120_kv_compact": int(on)}})
     urllib.request.urlopen(urllib.request.Request(f"{up.url}/flush_cache?timeout=30", method="POST")).close()
 
 
-def _compaction_state(up: Server) -> dict[str, Any]:
+def _compaction_state(up: server.Server) -> dict[str, Any]:
     return json.loads(up.get("/server_info"))["internal_states"][0]["sm120_kv"]
 
 
-def _since(before: dict[str, Any], up: Server) -> dict[str, float]:
+def _since(before: dict[str, Any], up: server.Server) -> dict[str, float]:
     """Passes, units moved and host milliseconds of a pass between two states."""
     now = _compaction_state(up)
     if now["refused_because"]:
@@ -537,7 +535,7 @@ def offer(generate: Callable[..., list[dict]], requests: int, arrivals_per_s: fl
     }
 
 
-def step_times(up: Server, seed: int, requests: int = 32, steps: int = 700) -> dict[str, float]:
+def step_times(up: server.Server, seed: int, requests: int = 32, steps: int = 700) -> dict[str, float]:
     """Milliseconds between the tokens that one request streams while it decodes beside `requests - 1` others."""
     random = Random(1_000 + seed)
     prompts = [[random.randrange(3, 2_000) for _ in range(256)] for _ in range(requests)]
@@ -548,7 +546,7 @@ def step_times(up: Server, seed: int, requests: int = 32, steps: int = 700) -> d
     return _step_summary([(b - a) * 1000 for a, b in pairwise(arrivals[50:])])  # by then all have started
 
 
-def _token_times(up: Server, prompt: list[int], tokens: int) -> Iterator[float]:
+def _token_times(up: server.Server, prompt: list[int], tokens: int) -> Iterator[float]:
     """When each token of a streamed answer arrives."""
     parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     body = json.dumps({"input_ids": prompt, "sampling_params": parameters, "stream": True}).encode()
@@ -616,6 +614,7 @@ def main() -> None:
     if device == "cpu" and arguments.part in GPU_PARTS:
         parser.error(f"{arguments.part} needs a CUDA GPU; churn and map run without")
     picture = arguments.out.with_name("kv-map.png")
+    server.exit_on_sigterm()
     parts = {
         "churn": lambda: churn(device),
         "map": lambda: draw_map(device, picture),

@@ -50,7 +50,7 @@ FEW_STEPS = 2
 LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 32, 0.15
 SLOW_STEP_S = 0.15
 TAIL_TOKENS = 16
-START_TIMEOUT_S = 150
+START_TIMEOUT_S = 300  # four beside each other took 156 s where nothing was compiled yet
 REQUEST_TIMEOUT_S = 45
 
 
@@ -77,18 +77,21 @@ class Run:
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """Note what fails under `absent` and go on: a server that is down costs its own rows."""
+        """Note what fails under `absent` and go on: whatever went wrong costs its own rows, and no time on a GPU."""
         try:
             yield
-        except (RuntimeError, OSError) as error:
-            self.results["absent"][what] = str(error)
-            print(f"{what} failed: {error}", flush=True)
+        except Exception as error:
+            self.results["absent"][what] = f"{type(error).__name__}: {error}"
+            print(f"{what} failed: {self.results['absent'][what]}", flush=True)
 
     def launch(self, stack: ExitStack, model: Path, variants: dict[str, list[str]]) -> None:
         """Start every variant at once."""
 
         def start(name: str) -> None:
-            env = {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPT_LEN)} if "chain-q" in name else {}
+            # Beside other servers, the memory of two GPUs is never alike.
+            env = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+            if "chain-q" in name:
+                env["SGLANG_SIMULATE_ACC_LEN"] = str(SIMULATED_ACCEPT_LEN)
             log = self.out / "logs" / f"{name}.log"
             with self.attempt(name):
                 running = server.running(model, log, variants[name], env, GPU_FLAGS, START_TIMEOUT_S)
@@ -159,9 +162,8 @@ def time_prefill(run: Run, kv: str, begin: int = 32_768, end: int = 131_072) -> 
                 seconds[who].append(answer["meta_info"]["e2e_latency"])
             up.get("/flush_cache")
         row = {"kv_dtype": kv, "from": begin, "to": end}
-        row |= {
-            f"{'flashinfer' if who == 'stock' else who}_s": statistics.median(times) for who, times in seconds.items()
-        }
+        for who, column in (("stock", "flashinfer_s"), ("ours", "ours_s")):
+            row[column] = statistics.median(seconds[who]) if who in seconds else None
         run.results["prefill"].append(row)
         print(row, flush=True)
         run.save()
@@ -173,6 +175,8 @@ def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) 
     encoded = json.dumps(prompts)
     per_step = 1 if mode == "plain" else SIMULATED_ACCEPT_LEN
     ups = {who: run.ups[name] for who in BACKENDS if (name := f"{who}-{mode}-{kv}") in run.ups}
+    if not ups:
+        return
 
     def seconds(who: str, steps: int) -> float:
         """Of the whole call, by the server's clock."""
@@ -203,9 +207,10 @@ def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) 
 
 
 def measured(path: Path) -> set[tuple[Any, ...]]:
-    """Rows of an earlier run that need not be taken again: those of the present kernels."""
+    """Rows of an earlier run that need not be taken again: those of the present kernels with both sides."""
     rows = json.loads(path.read_text())["rows"]
-    return {_key(row) for row in rows if row["kernel_hash"] == kernels.source_hash()}
+    whole = [row for row in rows if row["stock_step_ms"] and row["ours_step_ms"]]
+    return {_key(row) for row in whole if row["kernel_hash"] == kernels.source_hash()}
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -235,7 +240,7 @@ def cache_prompt(run: Run, names: list[str], prompt: list[int]) -> None:
         with run.attempt(f"the prompt of {name}"):
             ask(run.ups[name], [prompt], 1)
 
-    with ThreadPoolExecutor(len(names)) as pool:
+    with ThreadPoolExecutor(len(names) or 1) as pool:
         list(pool.map(read, names))
 
 
@@ -289,7 +294,7 @@ def compare(run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]]) ->
             answers[name] = greedy(run.ups[name], prompts)
 
     names = [name for name in dict.fromkeys(itertools.chain(*pairs)) if name in run.ups]
-    with ThreadPoolExecutor(len(names)) as pool:
+    with ThreadPoolExecutor(len(names) or 1) as pool:
         list(pool.map(answer, names))
     for reference, other in pairs:
         if reference in answers and other in answers:
@@ -360,6 +365,7 @@ def bench(run: Run, args: argparse.Namespace) -> None:
         flags |= equal_variants(args, model)
     with ExitStack() as stack:
         run.launch(stack, model, flags)
+        run.save()
         if "plain" in args.modes:
             with ThreadPoolExecutor(args.gpus) as pool:
                 list(pool.map(lambda kv: time_prefill(run, kv), args.kv_dtypes))
@@ -369,6 +375,7 @@ def bench(run: Run, args: argparse.Namespace) -> None:
             control(run, "ours-plain-auto", greedy_prompts())
             keep_metrics(run, [name for name in run.ups if name not in table])
         speed(run, args)
+        run.save()
 
 
 def main() -> None:
@@ -390,6 +397,7 @@ def main() -> None:
     if args.verb == "render":
         server_page.render(args.out, Path("docs/bench"))
         return
+    server.exit_on_sigterm()
     run = Run(args.out, time.monotonic() + args.budget_s)
     bench(run, args)
 

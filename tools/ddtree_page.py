@@ -6,6 +6,7 @@ import bisect
 import gzip
 import itertools
 import json
+import math
 import re
 import statistics
 from dataclasses import dataclass
@@ -138,12 +139,12 @@ def _markdown(page: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in page["rows"]:
-        best = max(row[f"{mode}_tok_s"] for mode in MODES[:3])
-        rates = " | ".join(f"{row[f'{mode}_tok_s']:,.0f}" for mode in MODES)
-        lines.append(
-            f"| {row['ctx']:,} | {row['bs']} | {rates} | {row['adaptive_tok_s'] / best:.2f} "
-            f"| {row['chain_accept_len']:.2f} | {row['tree_accept_len']:.2f} |"
-        )
+        rates = {mode: row.get(f"{mode}_tok_s") for mode in MODES}
+        best = max(filter(None, (rates[mode] for mode in MODES[:3])), default=None)
+        cells = [f"{row['ctx']:,}", str(row["bs"]), *(_number(rate, 0) for rate in rates.values())]
+        cells.append(_number(rates["adaptive"] and best and rates["adaptive"] / best, 2))
+        cells += [_number(row.get(f"{mode}_accept_len"), 2) for mode in ("chain", "tree")]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "![tokens per second](ddtree.png)", "", "## What a step spends outside the two forward passes", ""]
     lines += ["Device time from torch profiles of the tree at 32k context, medians over the steps, microseconds.", ""]
     lines += ["| profile | step | draft forward | target forward | all else | of it in graphs | host waits in a step |"]
@@ -164,6 +165,10 @@ def _markdown(page: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
 def _plot(page: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -172,7 +177,9 @@ def _plot(page: dict[str, Any], path: Path) -> None:
     for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
         rows = [row for row in page["rows"] if row["bs"] == batch]
         for mode, style in zip(MODES, ("o-", "s-", "^-", "k--"), strict=True):
-            axes.plot([row["ctx"] for row in rows], [row[f"{mode}_tok_s"] for row in rows], style, label=mode)
+            axes.plot(
+                [row["ctx"] for row in rows], [row.get(f"{mode}_tok_s", math.nan) for row in rows], style, label=mode
+            )
         axes.set(xscale="log", yscale="log", xlabel="context, tokens", title=f"batch {batch}")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("tokens per second")

@@ -1,0 +1,101 @@
+"""tools/bench_server.py: what a server that is missing or fails costs, and what a run resumes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import bench_ddtree, bench_server, kernels, server, server_page
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> bench_server.Run:
+    monkeypatch.setattr(bench_server, "write_result", lambda path, result: path.write_text(json.dumps(result)))
+    return bench_server.Run(tmp_path, math.inf)
+
+
+def answering(step_s: float) -> server.Server:
+    """A server whose calls take `step_s` a token."""
+
+    def post(_path: str, body: dict[str, Any] | bytes, _timeout_s: float = 0) -> list[dict[str, Any]]:
+        asked = body if isinstance(body, dict) else json.loads(body)
+        seconds = step_s * asked["sampling_params"]["max_new_tokens"]
+        return [{"meta_info": {"e2e_latency": seconds}} for _ in asked["input_ids"]]
+
+    up = server.Server("http://nowhere", Path("log"))
+    up.post, up.get = post, lambda _path: ""
+    return up
+
+
+def test_whatever_fails_costs_only_itself(run):
+    with run.attempt("a cell"):
+        raise KeyError("stock")
+    assert run.results["absent"] == {"a cell": "KeyError: 'stock'"}
+
+
+def test_a_missing_side_is_told_and_taken_again(run):
+    run.ups["ours-plain-auto"] = answering(0.01)
+    bench_server.time_prefill(run, "auto", 8, 16)
+    assert run.results["prefill"] == [
+        {"kv_dtype": "auto", "from": 8, "to": 16, "flashinfer_s": None, "ours_s": pytest.approx(0.01)}
+    ]
+    bench_server.measure(run, bench_server.prompt_ids(0, 64), "plain", 64, 2, "auto")
+    bench_server.measure(run, bench_server.prompt_ids(0, 64), "chain-q8", 64, 2, "auto")
+    (row,) = run.results["rows"]
+    assert (row["stock_step_ms"], row["ours_step_ms"]) == (None, pytest.approx(10))
+    assert row["kernel_hash"] == kernels.source_hash()
+    assert bench_server.measured(run.out / "server-run.json") == set()
+    page = "\n".join(server_page._lines(run.results | {"gpu": "a GPU", "torch": "2"}))
+    assert "| plain | auto | 2 | 64 | - | 200 | - | 10.00 | - |" in page
+    assert "| auto | - | 0.01 | - |" in page
+
+
+def test_without_the_servers_of_a_comparison_the_table_is_still_measured(run, monkeypatch):
+    monkeypatch.setattr(bench_server.tiny_model, "write", lambda work, **_: work)
+    monkeypatch.setattr(bench_server, "equal_variants", lambda *_: {"triton": []})
+
+    @contextmanager
+    def running(_model, log, *_):
+        if log.stem == "triton":
+            raise RuntimeError("out of memory")
+        yield answering(0.01)
+
+    monkeypatch.setattr(bench_server.server, "running", running)
+    asked = argparse.Namespace(
+        work=run.out,
+        contexts=[64],
+        batches=[1],
+        modes=["plain"],
+        kv_dtypes=["fp8_e4m3"],
+        gpus=1,
+        equal=True,
+        resume=None,
+    )
+    bench_server.bench(run, asked)
+    assert [row["kv_dtype"] for row in run.results["rows"]] == ["fp8_e4m3"]
+    assert "control" in run.results["absent"] and "triton" in run.results["absent"]
+
+
+def test_the_tree_bench_goes_on_without_a_mode_and_a_profile(run, monkeypatch):
+    monkeypatch.setattr(bench_ddtree.grow_pair, "grow", lambda work: work)
+    monkeypatch.setattr(bench_ddtree, "held_out_tokens", lambda _pair: list(range(100)))
+    monkeypatch.setattr(bench_server, "compare", lambda *_: None)
+    monkeypatch.setattr(bench_ddtree, "decode", lambda *_: (100.0, 2.0))
+
+    @contextmanager
+    def running(_model, log, *_):
+        if log.stem in ("tree", "adaptive"):
+            raise RuntimeError("out of memory")
+        yield answering(0.01)
+
+    monkeypatch.setattr(bench_server.server, "running", running)
+    bench_ddtree.measure_all(run, run.out, [64], [1])
+    (row,) = run.results["rows"]
+    assert (row["none_tok_s"], row["chain_tok_s"]) == (100.0, 100.0) and "tree_tok_s" not in row
+    assert {"tree", "adaptive", "profile of batch 1", "profile of batch 16"} <= set(run.results["absent"])
