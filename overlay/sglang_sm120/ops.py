@@ -287,6 +287,7 @@ def _params(
             qo_indptr.dtype == torch.int32 and qo_indptr.is_contiguous() and qo_indptr.shape == (batch + 1,),
             f"qo_indptr is {qo_indptr.dtype} {list(qo_indptr.shape)}; it must be int32 [{batch + 1}]",
         )
+        _expect(batch > 0 or rows == 0, f"q has {rows} rows, but kv_lens names no request")
     words = 0
     if tree_mask is not None:
         _expect(
