@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import shlex
 import statistics
 import sysconfig
@@ -77,29 +78,36 @@ def prompts_of_many_lengths(text: list[int]) -> list[list[int]]:
     return [text[1000 * i : 1000 * i + length] for i, length in enumerate(lengths)]
 
 
-def decode(up: server.Server, batch: list[list[int]], tokens: int) -> tuple[float, float]:
-    """Tokens per second of the batch, and committed tokens a step, over `tokens` more tokens of cached prompts."""
-    seconds = []
-    for count in (FEW_TOKENS, FEW_TOKENS + tokens):
-        begin = time.perf_counter()
-        answers = up.generate(batch, count)
-        seconds.append(time.perf_counter() - begin)
-    after_prefill = FEW_TOKENS + tokens - 1
-    steps = sum(answer["meta_info"].get("spec_verify_ct", after_prefill) for answer in answers)
-    return len(batch) * tokens / (seconds[1] - seconds[0]), len(batch) * after_prefill / steps
+def answer(up: server.Server, encoded: str, tokens: int) -> tuple[float, float, float]:
+    """Seconds until the first and the last of the prompts, `encoded` as JSON, has `tokens`; mean steps of one."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
+    infos = [answer["meta_info"] for answer in up.post("/generate", body)]
+    seconds = [info["e2e_latency"] for info in infos]
+    steps = statistics.mean(info.get("spec_verify_ct", tokens - 1) for info in infos)
+    return min(seconds), max(seconds), steps
+
+
+def decode(up: server.Server, encoded: str, batch_size: int, few: int, tokens: int) -> tuple[float, float]:
+    """Tokens per second of the batch over `tokens` more than `few`, and committed tokens a step."""
+    _, few_s, _ = answer(up, encoded, few)
+    _, all_s, steps = answer(up, encoded, few + tokens)
+    return batch_size * tokens / (all_s - few_s), (few + tokens - 1) / steps
 
 
 def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
     """Append one row: medians of repeats that the modes take in turns."""
-    batch = prompts(text, context, batch_size)
+    encoded = json.dumps(prompts(text, context, batch_size))
     tokens = 160 if context * batch_size < LONG_BATCH_TOKENS else 48
     rates: dict[str, list[float]] = {mode: [] for mode in run.ups}
     row: dict[str, Any] = {"ctx": context, "bs": batch_size}
-    for up in run.ups.values():  # fills the prefix cache; the adaptive one gets used to this text
-        decode(up, batch, tokens)
+    few: dict[str, int] = {}
+    for mode, up in run.ups.items():  # the adaptive one gets used to this text
+        answer(up, encoded, FEW_TOKENS + tokens)
+        few[mode] = bench_server.together(lambda count, up=up: answer(up, encoded, count)[:2], FEW_TOKENS)
     for _ in range(REPEATS):
         for mode, up in run.ups.items():
-            rate, row[f"{mode}_accept_len"] = decode(up, batch, tokens)
+            rate, row[f"{mode}_accept_len"] = decode(up, encoded, batch_size, few[mode], tokens)
             rates[mode].append(rate)
     for mode, of_mode in rates.items():
         row |= {f"{mode}_tok_s": statistics.median(of_mode), f"{mode}_repeats_tok_s": of_mode}

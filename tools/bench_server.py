@@ -20,10 +20,11 @@ import shlex
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,9 @@ SIMULATED_ACCEPT_LEN = 4
 # The drafter reads this much context on both sides: its own attention is upstream's and not what is compared.
 DRAFT_WINDOW_TOKENS = 4096
 REPEATS = 3
-# A step's time is a difference of two calls: one of FEW_STEPS, and one of as many more as take about SPAN_S.
-FEW_STEPS = 2
+# A step's time is a difference of two calls: one of few steps, and one of as many more as take about SPAN_S. A batch's
+# requests arrive one after the other, so the few take so long that the first is not done before the last has come.
+FEW_STEPS, MOST_FEW_STEPS = 2, 512
 LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 32, 0.15
 SLOW_STEP_S = 0.15
 TAIL_TOKENS = 16
@@ -126,7 +128,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 def variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
     """Flags of every server of the speed table, by `who-mode-kv`; each GPU takes a KV dtype."""
     longest = max(args.contexts)
-    pool = shlex.split(f"--max-total-tokens {longest + 115_000} --context-length {longest + 1000}")
+    pool = shlex.split(f"--max-total-tokens {longest + 115_000} --context-length {longest + 4000}")
     flags = {}
     for who, mode, kv in itertools.product(BACKENDS, args.modes, args.kv_dtypes):
         chain = []
@@ -178,32 +180,54 @@ def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) 
     if not ups:
         return
 
-    def seconds(who: str, steps: int) -> float:
-        """Of the whole call, by the server's clock."""
+    def seconds(who: str, steps: int) -> tuple[float, float]:
+        """When the first and the last request are done, by the server's clock."""
         sampling = {"temperature": 0, "max_new_tokens": 1 + steps * per_step, "ignore_eos": True}
         body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
         answers = ups[who].post("/generate", body, REQUEST_TIMEOUT_S)
-        return max(answer["meta_info"]["e2e_latency"] for answer in answers)
+        times = [answer["meta_info"]["e2e_latency"] for answer in answers]
+        return min(times), max(times)
 
+    def step(who: str, steps: int) -> float:
+        """Seconds of one of `steps` that follow the first few."""
+        _, few_s = seconds(who, few[who])
+        return (seconds(who, few[who] + steps)[1] - few_s) / steps
+
+    few: dict[str, int] = {}
     more: dict[str, int] = {}
     samples: dict[str, list[float]] = {}
-    for who in ups:  # the first call also caches the tails
-        step_s = (seconds(who, FEW_STEPS + LEAST_STEPS) - seconds(who, FEW_STEPS)) / LEAST_STEPS
+    for who in ups:
+        seconds(who, 1)  # caches the tails
+        few[who] = together(partial(seconds, who), FEW_STEPS)
+        step_s = step(who, LEAST_STEPS)
         more[who] = min(MOST_STEPS, max(LEAST_STEPS, round(SPAN_S / max(step_s, 1e-3))))
         samples[who] = [step_s] if step_s > SLOW_STEP_S else []
     for _ in range(REPEATS):
         for who, taken in samples.items():
             if len(taken) < 2 or taken[0] < SLOW_STEP_S:
-                few = seconds(who, FEW_STEPS)
-                taken.append((seconds(who, FEW_STEPS + more[who]) - few) / more[who])
+                taken.append(step(who, more[who]))
     row: dict[str, Any] = {"mode": mode, "ctx": ctx, "bs": bs, "kv_dtype": kv, "kernel_hash": kernels.source_hash()}
     for who in BACKENDS:
-        step = statistics.median(samples[who]) if who in ups else None
-        row[f"{who}_tok_s"] = step and bs * per_step / step
-        row[f"{who}_step_ms"] = step and 1e3 * step
+        median_s = statistics.median(samples[who]) if who in ups else None
+        row[f"{who}_tok_s"] = median_s and bs * per_step / median_s
+        row[f"{who}_step_ms"] = median_s and 1e3 * median_s
     run.results["rows"].append(row)
     print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     run.save()
+
+
+def together(call: Callable[[int], tuple[float, float]], least: int) -> int:
+    """How many steps or tokens a request takes until none of its batch is done before the last has come.
+
+    `call` says after how many seconds the first and the last request of a batch are done; the last to be done with
+    `least` has come by then. Gives up at MOST_FEW_STEPS.
+    """
+    few = least
+    first_s, arrived_s = call(few)
+    while first_s < 0.98 * arrived_s and few < MOST_FEW_STEPS:
+        few *= 4
+        first_s, _ = call(few)
+    return few
 
 
 def measured(path: Path) -> set[tuple[Any, ...]]:

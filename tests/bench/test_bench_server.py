@@ -56,6 +56,30 @@ def test_a_missing_side_is_told_and_taken_again(run):
     assert "| auto | - | 0.01 | - |" in page
 
 
+@pytest.mark.parametrize("step_s", [0.004, 0.4])
+def test_requests_that_come_one_after_the_other_are_timed_together(run, step_s):
+    """A step takes `step_s` a running request, and a request comes every half second."""
+
+    def post(_path, body, _timeout_s=0):
+        asked = json.loads(body)
+        left: list[int] = []
+        now, done_s = 0.0, []
+        coming = [0.5 * i for i in range(len(asked["input_ids"]))]
+        while coming or left:
+            now = now if left else max(now, coming[0])
+            while coming and now >= coming[0]:
+                coming, left = coming[1:], [*left, asked["sampling_params"]["max_new_tokens"]]
+            now += step_s * len(left)
+            done_s += [now] * left.count(1)
+            left = [n - 1 for n in left if n > 1]
+        return [{"meta_info": {"e2e_latency": seconds}} for seconds in done_s]
+
+    run.ups["ours-plain-auto"] = up = answering(0)
+    up.post = post
+    bench_server.measure(run, bench_server.prompt_ids(0, 64), "plain", 64, 4, "auto")
+    assert run.results["rows"][0]["ours_step_ms"] == pytest.approx(4 * 1e3 * step_s, rel=0.1)
+
+
 def test_without_the_servers_of_a_comparison_the_table_is_still_measured(run, monkeypatch):
     monkeypatch.setattr(bench_server.tiny_model, "write", lambda work, **_: work)
     monkeypatch.setattr(bench_server, "equal_variants", lambda *_: {"triton": []})
@@ -86,7 +110,6 @@ def test_the_tree_bench_goes_on_without_a_mode_and_a_profile(run, monkeypatch):
     monkeypatch.setattr(bench_ddtree.grow_pair, "grow", lambda work: work)
     monkeypatch.setattr(bench_ddtree, "held_out_tokens", lambda _pair: list(range(100)))
     monkeypatch.setattr(bench_server, "compare", lambda *_: None)
-    monkeypatch.setattr(bench_ddtree, "decode", lambda *_: (100.0, 2.0))
 
     @contextmanager
     def running(_model, log, *_):
@@ -97,5 +120,6 @@ def test_the_tree_bench_goes_on_without_a_mode_and_a_profile(run, monkeypatch):
     monkeypatch.setattr(bench_server.server, "running", running)
     bench_ddtree.measure_all(run, run.out, [64], [1])
     (row,) = run.results["rows"]
-    assert (row["none_tok_s"], row["chain_tok_s"]) == (100.0, 100.0) and "tree_tok_s" not in row
+    assert (row["none_tok_s"], row["chain_tok_s"]) == (pytest.approx(100), pytest.approx(100))
+    assert "tree_tok_s" not in row and row["none_accept_len"] == 1
     assert {"tree", "adaptive", "profile of batch 1", "profile of batch 16"} <= set(run.results["absent"])
