@@ -17,6 +17,7 @@ import statistics
 import sysconfig
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ def answer(up: server.Server, encoded: str, tokens: int) -> tuple[float, float, 
     return min(seconds), max(seconds), steps
 
 
+def first_and_last(up: server.Server, encoded: str, tokens: int) -> tuple[float, float]:
+    """Seconds until the first and the last of the prompts has `tokens`."""
+    return answer(up, encoded, tokens)[:2]
+
+
 def decode(up: server.Server, encoded: str, batch_size: int, few: int, tokens: int) -> tuple[float, float]:
     """Tokens per second of the batch over `tokens` more than `few`, and committed tokens a step."""
     _, few_s, _ = answer(up, encoded, few)
@@ -104,7 +110,7 @@ def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
     few: dict[str, int] = {}
     for mode, up in run.ups.items():  # the adaptive one gets used to this text
         answer(up, encoded, FEW_TOKENS + tokens)
-        few[mode] = bench_server.together(lambda count, up=up: answer(up, encoded, count)[:2], FEW_TOKENS)
+        few[mode] = bench_server.together(partial(first_and_last, up, encoded), FEW_TOKENS)
     for _ in range(REPEATS):
         for mode, up in run.ups.items():
             rate, row[f"{mode}_accept_len"] = decode(up, encoded, batch_size, few[mode], tokens)

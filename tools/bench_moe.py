@@ -47,12 +47,16 @@ def write_model(out: Path) -> Path:
     return out
 
 
-def keep_busy(up: server.Server, until: threading.Event) -> None:
-    """Batches of random prompts until told to stop."""
-    rng = random.Random(0)
+def ask(up: server.Server, rng: random.Random) -> None:
+    """Answer a batch of random prompts."""
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(REQUESTS)]
+    up.generate(prompts, NEW_TOKENS)
+
+
+def keep_busy(up: server.Server, rng: random.Random, until: threading.Event) -> None:
+    """Batches until told to stop."""
     while not until.is_set():
-        prompts = [[rng.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(REQUESTS)]
-        up.generate(prompts, NEW_TOKENS)
+        ask(up, rng)
 
 
 def main() -> int:
@@ -70,7 +74,9 @@ def main() -> int:
     model, stop = write_model(args.work / "skewed-moe"), threading.Event()
     defaults = GPU_FLAGS if gpu else server.CPU_FLAGS
     with server.running(model, args.work / "moe.log", SERVER_FLAGS, env, defaults) as up:
-        traffic = threading.Thread(target=keep_busy, args=(up, stop))
+        rng = random.Random(0)
+        ask(up, rng)  # compiles what prompts need on a GPU, which can take longer than all of the recording
+        traffic = threading.Thread(target=keep_busy, args=(up, rng, stop))
         traffic.start()
         command = ["moe-balance", "--url", up.url, "--dump-dir", str(dumps.resolve()), "--seconds", str(args.seconds),
                    "--ranks", "8", "--redundant", "0", "8", "32", "--out", str(args.out / "moe-balance")]  # fmt: skip

@@ -254,7 +254,10 @@ def speed(run: Run, args: argparse.Namespace) -> None:
                     measure(run, prompt, mode, ctx, bs, kv)
 
     with ThreadPoolExecutor(args.gpus) as pool:
-        list(pool.map(fill, range(args.gpus)))
+        try:
+            list(pool.map(fill, range(args.gpus)))
+        finally:
+            run.deadline = time.monotonic()  # where SIGTERM ends the wait, no further row is begun
 
 
 def cache_prompt(run: Run, names: list[str], prompt: list[int]) -> None:

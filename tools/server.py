@@ -66,9 +66,21 @@ class Server:
         return self.post("/generate", {"input_ids": [list(p) for p in prompts], "sampling_params": parameters})
 
 
+_processes: set[subprocess.Popen] = set()
+
+
 def exit_on_sigterm() -> None:
-    """Turn SIGTERM (of `timeout`, say) into SystemExit, so that `running` ends its server. For a tool's main."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """At SIGTERM (of `timeout`, say) end every server and exit. For a tool's main.
+
+    The servers end first: threads that wait for one would else hold up the exit.
+    """
+
+    def end(*_: object) -> None:
+        for process in tuple(_processes):
+            _stop(process)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def free_port() -> int:
@@ -102,12 +114,14 @@ def running(
             start_new_session=True,
             env=os.environ | {"HF_HUB_OFFLINE": "1"} | (env or {}),
         )
+    _processes.add(process)
     server = Server(f"http://127.0.0.1:{port}", log)
     try:
         _wait_ready(server, process, ready_timeout_s)
         yield server
     finally:
         _stop(process)
+        _processes.discard(process)
 
 
 def _wait_ready(server: Server, process: subprocess.Popen, timeout_s: float) -> None:

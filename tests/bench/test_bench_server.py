@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -123,3 +127,25 @@ def test_the_tree_bench_goes_on_without_a_mode_and_a_profile(run, monkeypatch):
     assert (row["none_tok_s"], row["chain_tok_s"]) == (pytest.approx(100), pytest.approx(100))
     assert "tree_tok_s" not in row and row["none_accept_len"] == 1
     assert {"tree", "adaptive", "profile of batch 1", "profile of batch 16"} <= set(run.results["absent"])
+
+
+def test_at_sigterm_the_servers_end_first(tmp_path):
+    """As with `timeout`: a thread waits for its server's answer, and neither holds up the exit."""
+    script = tmp_path / "bench.py"
+    script.write_text(
+        "import subprocess, sys, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from tools import server\n"
+        "server.exit_on_sigterm()\n"
+        "up = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "server._processes.add(up)\n"
+        "print(up.pid, flush=True)\n"
+        "with ThreadPoolExecutor(1) as pool:\n"
+        "    pool.submit(up.wait).result()\n"
+    )
+    bench = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    pid = int(bench.stdout.readline())
+    bench.terminate()
+    assert bench.wait(20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -67,10 +67,11 @@ def test_a_profile_is_told_apart_into_forwards_tree_and_waits(tmp_path, waits):
 def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
     pytest.importorskip("matplotlib")
     speeds = {"none": 100.0, "chain": 150.0, "tree": 200.0, "adaptive": 198.0}
+    without = {"ctx": 8192, "bs": 1, "none_tok_s": 90.0, "chain_tok_s": 120.0, "chain_accept_len": 2.0}
     row = {"ctx": 1024, "bs": 1, "chain_accept_len": 2.5, "tree_accept_len": 3.2}
     row |= {f"{mode}_tok_s": speed for mode, speed in speeds.items()}
     greedy = {"prompts": 16, "identical": 15, "ties": 1, "errors": [], "noise": 0.1}
-    run = {"gpu": "a GPU", "torch": "2", "kernel_hash": "0" * 64, "budget": 32, "repeats": 3, "rows": [row]}
+    run = {"gpu": "a GPU", "torch": "2", "kernel_hash": "0" * 64, "budget": 32, "repeats": 3, "rows": [row, without]}
     (tmp_path / "server-run.json").write_text(json.dumps(run | {"equal": {"tree against none": greedy}}))
     write_trace(tmp_path / "trace-bs1.json.gz", 0)
     docs = tmp_path / "docs"
@@ -78,6 +79,7 @@ def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
     ddtree_page.render(tmp_path, docs)
     page = (docs / "ddtree.md").read_text()
     assert "| 1,024 | 1 | 100 | 150 | 200 | 198 | 0.99 | 2.50 | 3.20 |" in page
+    assert "| 8,192 | 1 | 90 | 120 | - | - | - | 2.00 | - |" in page
     assert (
         "| trace-bs1 | 1,000 | 70 | 430 | 46 | 42 | 0 |" in page and "| tree against none | 16 | 15 | 1 | 0 |" in page
     )
