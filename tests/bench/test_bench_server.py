@@ -17,6 +17,8 @@ import pytest
 
 from tools import bench_ddtree, bench_server, kernels, server, server_page
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> bench_server.Run:
@@ -129,11 +131,10 @@ def test_the_tree_bench_goes_on_without_a_mode_and_a_profile(run, monkeypatch):
     assert {"tree", "adaptive", "profile of batch 1", "profile of batch 16"} <= set(run.results["absent"])
 
 
-def test_at_sigterm_the_servers_end_first(tmp_path):
+def test_at_sigterm_the_servers_end_first():
     """As with `timeout`: a thread waits for its server's answer, and neither holds up the exit."""
-    script = tmp_path / "bench.py"
-    script.write_text(
-        "import subprocess, sys, time\n"
+    script = (
+        "import subprocess\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
         "from tools import server\n"
         "server.exit_on_sigterm()\n"
@@ -143,7 +144,7 @@ def test_at_sigterm_the_servers_end_first(tmp_path):
         "with ThreadPoolExecutor(1) as pool:\n"
         "    pool.submit(up.wait).result()\n"
     )
-    bench = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    bench = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     pid = int(bench.stdout.readline())
     bench.terminate()
     assert bench.wait(20) == 128 + signal.SIGTERM
