@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "overlay"))
 
 from sglang_sm120 import ops  # noqa: E402
 
-from tools import kernels  # noqa: E402
+from tools import kernels, require_gpu  # noqa: E402
 
 SM_SCALE = 1 / math.sqrt(192)
 FLOP_PER_ROW_AND_TOKEN = 2 * (576 + 512)
@@ -370,8 +370,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=None, help="folder for the report")
     parser.add_argument("--no-peers", action="store_true")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("error: no CUDA device here; run this on the machine with the GPU", file=sys.stderr)
+    if not require_gpu.found():
         return 2
     if args.verb == "bench":
         folder = args.out or ROOT / "docs" / "bench"

@@ -1,4 +1,4 @@
-"""`make serve` and `make bench-e2e` begin with this: without a CUDA device they end before anything is downloaded."""
+"""Tools that need a GPU begin with this: without a CUDA device they end before anything is downloaded or measured."""
 
 from __future__ import annotations
 

@@ -36,21 +36,17 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any] | bytes, timeout_s: float = 600) -> Any:
         """POST JSON (bytes are sent as they are), return JSON. Raises RuntimeError with the server's own refusal."""
+        return json.loads(self.post_text(path, body, timeout_s))
+
+    def post_text(self, path: str, body: dict[str, Any] | bytes, timeout_s: float = 60) -> str:
+        """As `post`, for answers that are not JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                return json.load(response)
+                return response.read().decode()
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path} answered {error.code}: {error.read().decode(errors='replace')}") from error
-
-    def post_text(self, path: str, body: dict[str, Any], timeout_s: float = 60) -> str:
-        """POST JSON, return the body as text."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            return response.read().decode()
 
     def get(self, path: str, timeout_s: float = 60) -> str:
         """GET, return the body as text."""
