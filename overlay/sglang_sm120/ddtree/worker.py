@@ -231,8 +231,10 @@ class _Step:
     def _is_plain_greedy(self) -> bool:
         """Whether the argmax of the logits as they leave the target is every request's choice."""
         sampling = self.batch.sampling_info
-        if self.batch.has_grammar or sampling is None:
-            return not self.batch.has_grammar
+        if self.batch.has_grammar:
+            return False
+        if sampling is None:
+            return True
         return sampling.is_all_greedy and sampling.logit_bias is None and not sampling.has_custom_logit_processor
 
     def _draft(self) -> DraftTree:
