@@ -14,7 +14,6 @@ import itertools
 import json
 import shlex
 import statistics
-import sysconfig
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -23,13 +22,13 @@ from typing import Any
 
 from tools import bench_server, ddtree_page, grow_pair, kernels, server
 from tools.bench_server import Run
-from tools.train_pair import read_texts
 
 BUDGET = 32
+# Deep enough that the GPU and not the host sets the pace, as in the models that this is for (27 to 61 layers).
+LAYERS = 32
 # Longer prompts are shared by several requests, each with an ending of its own, so that the prefix cache holds them.
-DISTINCT_TOKENS, OWN_TOKENS = 300_000, 48
-REPEATS = 3
-FEW_TOKENS, LONG_BATCH_TOKENS = 8, 2_000_000
+DISTINCT_TOKENS, OWN_TOKENS, ANSWER_TOKENS = 300_000, 48, 512
+FEW_TOKENS = 8
 PROFILED = [(1, 32_768), (16, 32_768)]
 # The first of them read the prompts.
 PROFILED_STEPS = 24
@@ -38,7 +37,7 @@ PROFILED_STEPS = 24
 def variants(pair: Path, contexts: list[int], batches: list[int]) -> dict[str, list[str]]:
     """Server flags by mode; the drafter reads the same last tokens in all that draft."""
     sizes = " ".join(map(str, sorted({*batches, *(bs for bs, _ in PROFILED)})))
-    pool = max(contexts) + 2 * DISTINCT_TOKENS
+    pool = max(*contexts, DISTINCT_TOKENS) + max(batches) * (OWN_TOKENS + ANSWER_TOKENS)
     common = shlex.split(
         f"--attention-backend sm120_mla --max-total-tokens {pool} --context-length {max(contexts) + 2000} "
         f"--max-running-requests {max(batches)} --mem-fraction-static 0.6 --cuda-graph-bs-decode {sizes}"
@@ -54,14 +53,6 @@ def variants(pair: Path, contexts: list[int], batches: list[int]) -> dict[str, l
         "tree": [*common, *tree],
         "adaptive": [*common, *tree, "--speculative-ddtree-adaptive"],
     }
-
-
-def held_out_tokens(pair: Path) -> list[int]:
-    """All of the held-out text, as one list of token ids."""
-    from transformers import AutoTokenizer
-
-    texts = read_texts(Path(sysconfig.get_path("stdlib")), training=False)
-    return AutoTokenizer.from_pretrained(pair / "target")("".join(texts)).input_ids
 
 
 def prompts(text: list[int], context: int, batch: int) -> list[list[int]]:
@@ -89,6 +80,13 @@ def answer(up: server.Server, encoded: str, tokens: int) -> tuple[float, float, 
     return min(seconds), max(seconds), steps
 
 
+def effort(batch_tokens: int) -> tuple[int, int]:
+    """Tokens a request and repeats for a batch with this much context: its steps are slow where there is much."""
+    if batch_tokens < 500_000:
+        return 128, 4
+    return (32, 3) if batch_tokens < 4_000_000 else (16, 2)
+
+
 def first_and_last(up: server.Server, encoded: str, tokens: int) -> tuple[float, float]:
     """Seconds until the first and the last of the prompts has `tokens`."""
     return answer(up, encoded, tokens)[:2]
@@ -104,14 +102,14 @@ def decode(up: server.Server, encoded: str, batch_size: int, few: int, tokens: i
 def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
     """Append one row: medians of repeats that the modes take in turns."""
     encoded = json.dumps(prompts(text, context, batch_size))
-    tokens = 160 if context * batch_size < LONG_BATCH_TOKENS else 48
+    tokens, repeats = effort(context * batch_size)
     rates: dict[str, list[float]] = {mode: [] for mode in run.ups}
     row: dict[str, Any] = {"ctx": context, "bs": batch_size}
     few: dict[str, int] = {}
     for mode, up in run.ups.items():  # the adaptive one gets used to this text
         answer(up, encoded, FEW_TOKENS + tokens)
         few[mode] = bench_server.together(partial(first_and_last, up, encoded), FEW_TOKENS)
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for mode, up in run.ups.items():
             rate, row[f"{mode}_accept_len"] = decode(up, encoded, batch_size, few[mode], tokens)
             rates[mode].append(rate)
@@ -138,8 +136,8 @@ def profile(up: server.Server, text: list[int], batch_size: int, context: int, o
 
 def measure_all(run: Run, work: Path, contexts: list[int], batches: list[int]) -> None:
     """Serve the four modes, profile the tree, time every context and batch."""
-    pair = grow_pair.grow(work / "pair")
-    text = held_out_tokens(pair)
+    pair = grow_pair.grow(work / "pair", layers=LAYERS)
+    text = grow_pair.held_out_tokens(pair)
     with ExitStack() as stack:
         run.launch(stack, pair / "target", variants(pair, contexts, batches))
         if not run.ups:
@@ -173,7 +171,7 @@ def main() -> None:
         ddtree_page.render(args.out, Path("docs/bench"))
     else:
         server.exit_on_sigterm()
-        what = {"kernel_hash": kernels.source_hash(), "budget": BUDGET, "repeats": REPEATS}
+        what = {"kernel_hash": kernels.source_hash(), "budget": BUDGET, "layers": LAYERS}
         results = what | {"rows": [], "equal": {}, "absent": {}}
         deadline = time.monotonic() + 60 * args.minutes
         measure_all(Run(args.out, deadline, results=results), args.work, args.contexts, args.batches)

@@ -5,9 +5,11 @@
 
 Stock is the same wheel with Triton attention. It gets FlashInfer's prefill where decode and verify are timed, for stock
 Triton needs minutes for the prompts. All servers of a run are up at once and take turns; sleeping when idle keeps the
-waiting ones from disturbing the timed one. Every context is a prefix of one long prompt, cached once a server; the
-requests of a batch differ in their last tokens. With two GPUs each takes one KV dtype, and tensor and data parallelism
-over both is compared with one.
+waiting ones from disturbing the timed one, and those that are only compared end before anything is timed. Servers of
+one GPU share its part of the CPUs: a small model's step is as fast as its host, and that depends on where it runs.
+Every context is a prefix of one long prompt, cached once a server; the requests of a batch differ in their last tokens.
+Greedy tokens are compared on that model and on the trained pair (tools/grow_pair.py), whose choices are clear ones.
+With two GPUs each takes one KV dtype, and tensor and data parallelism over both is compared with one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import shlex
 import statistics
@@ -28,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools import kernels, server, server_page, tiny_model
+from tools import grow_pair, kernels, server, server_page, tiny_model
 
 GPU_FLAGS = shlex.split(
     "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
@@ -45,13 +48,16 @@ KV_DTYPES = ("auto", "fp8_e4m3")
 SIMULATED_ACCEPT_LEN = 4
 # The drafter reads this much context on both sides: its own attention is upstream's and not what is compared.
 DRAFT_WINDOW_TOKENS = 4096
-REPEATS = 3
+REPEATS = 5
 # A step's time is a difference of two calls: one of few steps, and one of as many more as take about SPAN_S. A batch's
 # requests arrive one after the other, so the few take so long that the first is not done before the last has come.
 FEW_STEPS, MOST_FEW_STEPS = 2, 512
-LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 32, 0.15
+LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 128, 0.2
 SLOW_STEP_S = 0.15
 TAIL_TOKENS = 16
+# Of the 50 prompts that are answered greedily.
+GREEDY_PROMPT_TOKENS = [1, 2, 7, 64, 65, 200, 511, 1000, 3000, 8000] * 4 + [12_000, 16_000] * 4 + [32_000, 31_999]
+TRAINED_LAYERS = 8
 START_TIMEOUT_S = 300  # four beside each other took 156 s where nothing was compiled yet
 REQUEST_TIMEOUT_S = 45
 
@@ -63,6 +69,7 @@ class Run:
     out: Path
     deadline: float
     ups: dict[str, server.Server] = field(default_factory=dict)
+    stacks: dict[str, ExitStack] = field(default_factory=dict)
     results: dict[str, Any] = field(
         default_factory=lambda: {"rows": [], "prefill": [], "equal": {}, "metrics": {}, "absent": {}}
     )
@@ -86,10 +93,12 @@ class Run:
             self.results["absent"][what] = f"{type(error).__name__}: {error}"
             print(f"{what} failed: {self.results['absent'][what]}", flush=True)
 
-    def launch(self, stack: ExitStack, model: Path, variants: dict[str, list[str]]) -> None:
+    def launch(self, stack: ExitStack, model: Path, variants: dict[str, list[str]], gpus: int = 1) -> None:
         """Start every variant at once."""
+        everywhere = os.sched_getaffinity(0)
 
         def start(name: str) -> None:
+            os.sched_setaffinity(0, cpus_of(variants[name], everywhere, gpus))  # of this thread; the server inherits it
             # Beside other servers, the memory of two GPUs is never alike.
             env = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
             if "chain-q" in name:
@@ -97,12 +106,27 @@ class Run:
             log = self.out / "logs" / f"{name}.log"
             with self.attempt(name):
                 running = server.running(model, log, variants[name], env, GPU_FLAGS, START_TIMEOUT_S)
-                self.ups[name] = stack.enter_context(running)
+                self.stacks[name] = stack.enter_context(ExitStack())
+                self.ups[name] = self.stacks[name].enter_context(running)
 
         begin = time.monotonic()
         with ThreadPoolExecutor(len(variants)) as pool:
             list(pool.map(start, variants))
         print(f"{len(self.ups)} servers ready after {time.monotonic() - begin:.0f} s", flush=True)
+
+    def end(self, names: Iterable[str]) -> None:
+        """End servers that are not needed any more."""
+        for name in names:
+            if self.ups.pop(name, None):
+                self.stacks[name].close()
+
+
+def cpus_of(flags: list[str], everywhere: set[int], gpus: int) -> set[int]:
+    """The part of the CPUs that goes with the server's GPU; all of them where it names none."""
+    if "--base-gpu-id" not in flags:
+        return everywhere
+    gpu, each = int(flags[flags.index("--base-gpu-id") + 1]), len(everywhere) // gpus
+    return set(sorted(everywhere)[gpu * each : (gpu + 1) * each]) or everywhere
 
 
 def prompt_ids(seed: int, tokens: int) -> list[int]:
@@ -301,12 +325,6 @@ def compare_greedy(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dic
     }
 
 
-def greedy_prompts() -> list[list[int]]:
-    """50 prompts of 1 to 32,000 tokens."""
-    lengths = [1, 2, 7, 64, 65, 200, 511, 1000, 3000, 8000] * 4 + [12_000, 16_000] * 4 + [32_000, 31_999]
-    return [prompt_ids(100 + i, n) for i, n in enumerate(lengths)]
-
-
 def greedy(up: server.Server, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """32 greedy tokens of each prompt, one prompt after the other, with the top two log-probabilities."""
     return [ask(up, [prompt], 32, return_logprob=True, top_logprobs_num=2)[0] for prompt in prompts]
@@ -331,46 +349,67 @@ def compare(run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]]) ->
     run.save()
 
 
-def control(run: Run, name: str, prompts: list[list[int]]) -> None:
-    """What the comparison sees of an attention that errs: one server, the first half of the long prompts replaced."""
-    with run.attempt("control"):
+def control(run: Run, name: str, prompts: list[list[int]], others: list[int]) -> None:
+    """What the comparison sees of an attention that errs: one server, the first half of long prompts from `others`."""
+    with run.attempt(f"control of {name}"):
         long = [prompt for prompt in prompts if len(prompt) >= 1000]
-        changed = [prompt_ids(500 + i, len(p) // 2) + p[len(p) // 2 :] for i, p in enumerate(long)]
+        changed = [others[: len(p) // 2] + p[len(p) // 2 :] for p in long]
         found = compare_greedy(greedy(run.ups[name], long), greedy(run.ups[name], changed))
-        run.results["equal"]["control: half of the prompt replaced"] = found
-        print(f"control: {found}", flush=True)
+        run.results["equal"][f"control: {name}, half of each prompt replaced"] = found
+        print(f"control of {name}: {found}", flush=True)
         run.save()
 
 
-def equal_variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
-    """Servers that only answer greedily: Triton for everything, ours without graphs, and ours on two GPUs."""
-    chain = chain_flags(tiny_model.write_drafter(args.work / "drafter8", model, block_size=8))
+def equal_variants(args: argparse.Namespace, pair: Path) -> dict[str, list[str]]:
+    """Servers that only answer greedily: the trained pair on Triton, ours with and without graphs, on two GPUs."""
+    chain = chain_flags(pair / "drafter")
     flags = {
-        "triton": ["--attention-backend", "triton"],
-        "ours-eager": [*OURS, "--cuda-graph-backend-decode", "disabled"],
-        "ours-chain": [*OURS, *chain],
+        "trained-triton": ["--attention-backend", "triton"],
+        "trained-ours": OURS,
+        "trained-eager": [*OURS, "--cuda-graph-backend-decode", "disabled"],
+        "trained-chain": [*OURS, *chain],
+        "trained-fp8": [*OURS, "--kv-cache-dtype", "fp8_e4m3"],
     }
+    one_gpu = ["--base-gpu-id", str(args.gpus - 1)]
+    flags = {name: [*more, *one_gpu] for name, more in flags.items()}
     if args.gpus > 1:
         # Plain NCCL: the fused and custom all-reduces may use NVLink multicast, which shared hosts switch off.
         nccl = ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         two = [*OURS, "--tp-size", "2", *nccl]
         data = ["--dp-size", "2", "--enable-dp-attention"]
-        flags |= {"ours-tp2": two, "ours-tp2-chain": [*two, *chain], "ours-dp2": [*two, *data]}
+        flags |= {"trained-tp2": two, "trained-tp2-chain": [*two, *chain], "trained-dp2": [*two, *data]}
     pool = shlex.split("--max-total-tokens 100000 --context-length 40000 --enable-metrics")
-    return {name: [*pool, *more] for name, more in flags.items()}
+    trained = [*pool, "--model-path", str(pair / "target")]
+    return {"triton": [*pool, "--attention-backend", "triton"]} | {n: [*trained, *more] for n, more in flags.items()}
 
 
-EQUAL_PAIRS = [
+RANDOM_PAIRS = [
     ("triton", "ours-plain-auto"),
     ("triton", "stock-plain-auto"),
-    ("ours-plain-auto", "ours-eager"),
-    ("ours-plain-auto", "ours-chain"),
     ("ours-plain-auto", "ours-plain-fp8_e4m3"),
     ("stock-plain-auto", "stock-plain-fp8_e4m3"),
-    ("ours-plain-auto", "ours-tp2"),
-    ("ours-tp2", "ours-tp2-chain"),
-    ("ours-plain-auto", "ours-dp2"),
 ]
+TRAINED_PAIRS = [
+    ("trained-triton", "trained-ours"),
+    ("trained-ours", "trained-eager"),
+    ("trained-ours", "trained-chain"),
+    ("trained-ours", "trained-fp8"),
+    ("trained-ours", "trained-tp2"),
+    ("trained-tp2", "trained-tp2-chain"),
+    ("trained-ours", "trained-dp2"),
+]
+
+
+def compare_all(run: Run, pair: Path) -> None:
+    """Both models. The random one's choices are close calls, so that only the trained one tells an error from noise."""
+    prompts = [prompt_ids(100 + i, tokens) for i, tokens in enumerate(GREEDY_PROMPT_TOKENS)]
+    compare(run, RANDOM_PAIRS, prompts)
+    control(run, "ours-plain-auto", prompts, prompt_ids(500, max(GREEDY_PROMPT_TOKENS)))
+    text = grow_pair.held_out_tokens(pair)
+    assert len(text) > 997 * len(GREEDY_PROMPT_TOKENS) + max(GREEDY_PROMPT_TOKENS)
+    prompts = [text[997 * i : 997 * i + tokens] for i, tokens in enumerate(GREEDY_PROMPT_TOKENS)]
+    compare(run, TRAINED_PAIRS, prompts)
+    control(run, "trained-ours", prompts, text[::-1])
 
 
 def keep_metrics(run: Run, names: Iterable[str]) -> None:
@@ -389,18 +428,20 @@ def bench(run: Run, args: argparse.Namespace) -> None:
     flags = variants(args, model)
     table = list(flags)
     if args.equal:
-        flags |= equal_variants(args, model)
+        pair = grow_pair.grow(args.work / "pair", layers=TRAINED_LAYERS)
+        flags |= equal_variants(args, pair)
     with ExitStack() as stack:
-        run.launch(stack, model, flags)
+        run.launch(stack, model, flags, args.gpus)
         run.save()
         if "plain" in args.modes:
             with ThreadPoolExecutor(args.gpus) as pool:
                 list(pool.map(lambda kv: time_prefill(run, kv), args.kv_dtypes))
         cache_prompt(run, [name for name in table if name in run.ups], prompt_ids(0, max(args.contexts)))
         if args.equal:
-            compare(run, EQUAL_PAIRS, greedy_prompts())
-            control(run, "ours-plain-auto", greedy_prompts())
-            keep_metrics(run, [name for name in run.ups if name not in table])
+            compare_all(run, pair)
+            others = [name for name in run.ups if name not in table]
+            keep_metrics(run, others)
+            run.end(others)
         speed(run, args)
         run.save()
 

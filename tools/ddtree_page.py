@@ -15,6 +15,7 @@ from typing import Any
 
 MODES = ("none", "chain", "tree", "adaptive")
 IS_GEMM = re.compile("gemm|nvjet|cutlass|gemv", re.IGNORECASE)
+PARTS = ("period_us", "draft_forward_us", "target_forward_us", "draft_kv_us", "tree_us", "tree_in_graphs_us")
 IS_SYNC = re.compile("Synchronize")
 
 
@@ -49,7 +50,8 @@ def steps(device: list[Span], runtime: list[Span]) -> list[dict[str, Any]]:
     """One entry a step that is whole in the profile: microseconds of each part, and what waited on the host.
 
     A step begins with the kernel that opens the window and holds two graphs, the drafter's and the target's. Forward
-    passes are the graphs up to the LM head's product; all else on the device is the tree's, idle time apart.
+    passes are the graphs up to the LM head's product; all else on the device is the tree's, idle time apart, but for
+    the end of the target's graph: the drafter's layers make KV of the committed tokens there, in a chain's step too.
     """
     launches = {span.correlation: span for span in runtime}
     is_graph = {span.correlation: "GraphLaunch" in span.name for span in runtime}
@@ -68,6 +70,7 @@ def steps(device: list[Span], runtime: list[Span]) -> list[dict[str, Any]]:
         busy = sum(span.end - span.begin for span in spans)
         forward = [sum(span.end - span.begin for span in part) for part in forwards]
         outside = {id(span) for part in forwards for span in part}
+        draft_kv = sum(span.end - span.begin for span in _after_last(target, "move_kv"))
         inside_graphs = [s for s in spans if is_graph.get(s.correlation) and id(s) not in outside]
         host = launches[device[first].correlation].begin, launches[target[0].correlation].end
         found.append(
@@ -75,8 +78,9 @@ def steps(device: list[Span], runtime: list[Span]) -> list[dict[str, Any]]:
                 "period_us": device[following].begin - device[first].begin,
                 "draft_forward_us": forward[0],
                 "target_forward_us": forward[1],
-                "tree_us": busy - sum(forward),
-                "tree_in_graphs_us": sum(span.end - span.begin for span in inside_graphs),
+                "draft_kv_us": draft_kv,
+                "tree_us": busy - sum(forward) - draft_kv,
+                "tree_in_graphs_us": sum(span.end - span.begin for span in inside_graphs) - draft_kv,
                 "host_waits": sum(bool(IS_SYNC.search(span.name)) for span in _between(runtime, *host)),
                 "names": _totals([span for span in spans if id(span) not in outside]),
             }
@@ -89,6 +93,11 @@ def _until_lm_head(graph: list[Span], marker: str) -> list[Span]:
     end = next(i for i, span in enumerate(graph) if span.name == marker)
     last = max(i for i in range(end) if IS_GEMM.search(graph[i].name))
     return graph[: last + 1]
+
+
+def _after_last(graph: list[Span], marker: str) -> list[Span]:
+    """The spans after the last kernel with `marker` in its name."""
+    return graph[1 + max(i for i, span in enumerate(graph) if marker in span.name) :]
 
 
 def _between(spans: list[Span], begin: float, end: float) -> list[Span]:
@@ -108,7 +117,7 @@ def profile_row(path: Path) -> dict[str, Any]:
     found = steps(*read_trace(path))
     names = {name for step in found for name in step["names"]}
     row: dict[str, Any] = {"profile": path.name.removesuffix(".json.gz"), "steps": len(found)}
-    for key in ("period_us", "draft_forward_us", "target_forward_us", "tree_us", "tree_in_graphs_us"):
+    for key in PARTS:
         row[key] = round(statistics.median(step[key] for step in found), 1)
     row["host_waits"] = max(step["host_waits"] for step in found)
     medians = {name: statistics.median(step["names"].get(name, 0.0) for step in found) for name in names}
@@ -130,10 +139,11 @@ def _markdown(page: dict[str, Any]) -> str:
         "# DDTREE on a GPU",
         "",
         f"One {page['gpu']} (not sm_120), torch {page['torch']}, kernel sources {page['kernel_hash'][:12]}.",
-        "The trained pair, grown to the size of one TP-8 rank (tools/grow_pair.py): 16 layers, hidden 2048,",
-        "8 heads, latent 512 + 64, MoE; bf16, page size 1, CUDA graphs, overlap scheduling on. Greedy, on held-out",
-        f"text: acceptance is the pair's own. Tree budget {page['budget']}, block 8, draft window 4,096 tokens.",
-        f"Medians of {page['repeats']} interleaved repeats. Made by `python -m tools.bench_ddtree`.",
+        f"The trained pair, grown to the width of a TP-8 rank (tools/grow_pair.py): {page['layers']} layers, hidden",
+        "2048, 8 heads, latent 512 + 64, MoE; bf16, page size 1, CUDA graphs, overlap scheduling on. Greedy, on",
+        f"held-out text: acceptance is the pair's own. Tree budget {page['budget']}, block 8, draft window 4,096 tokens.",
+        "Medians of 4 interleaved repeats, fewer where steps are slow (the JSON holds them all).",
+        "Made by `python -m tools.bench_ddtree`.",
         "",
         "| context | batch | none tok/s | chain | tree | adaptive | adaptive / best | accept: chain | tree |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -147,11 +157,12 @@ def _markdown(page: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "![tokens per second](ddtree.png)", "", "## What a step spends outside the two forward passes", ""]
     lines += ["Device time from torch profiles of the tree at 32k context, medians over the steps, microseconds.", ""]
-    lines += ["| profile | step | draft forward | target forward | all else | of it in graphs | host waits in a step |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines += [
+        "| profile | step | draft forward | target forward | drafter's KV | all else | of it in graphs | host waits |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in page["profiles"]:
-        keys = ("period_us", "draft_forward_us", "target_forward_us", "tree_us", "tree_in_graphs_us")
-        lines.append(f"| {row['profile']} | {' | '.join(f'{row[key]:,.0f}' for key in keys)} | {row['host_waits']} |")
+        lines.append(f"| {row['profile']} | {' | '.join(f'{row[key]:,.0f}' for key in PARTS)} | {row['host_waits']} |")
     lines += [
         "",
         "## Greedy tokens",

@@ -14,11 +14,14 @@ import argparse
 import json
 import math
 import shutil
+import sysconfig
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tools.train_pair import read_texts
 
 PAIR = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "pair"
 FEATURES = 3
@@ -43,6 +46,14 @@ def grow(out: Path, *, growth: int = 16, layers: int = 16, head: int = 128) -> P
     config |= {"num_target_layers": layers, "max_position_embeddings": int(4096 * YARN_FACTOR)}
     _save(out / "drafter", drafter, config)
     return out
+
+
+def held_out_tokens(pair: Path) -> list[int]:
+    """All text that the pair was not trained on, as one list of token ids."""
+    from transformers import AutoTokenizer
+
+    texts = read_texts(Path(sysconfig.get_path("stdlib")), training=False)
+    return AutoTokenizer.from_pretrained(pair / "target")("".join(texts)).input_ids
 
 
 def _target_config(config: dict, growth: int, layers: int, head: int) -> dict:

@@ -16,7 +16,7 @@ INTRODUCTION = """\
 (one TP-8 rank), latent 512 + 64, MoE; bf16 weights, page size 1, CUDA graphs, overlap scheduling on. Stock is the same
 wheel with Triton's decode and verify and FlashInfer's prefill. Chain rows: DFLASH with 4 tokens a step (set, for the
 drafter is random), a drafter with bf16 KV and a window of 4,096 tokens on both sides. All servers are up at once and
-take turns; medians of 3 turns (2 where a step takes over 150 ms). A step's time is the difference of two calls, divided
+take turns; medians of 5 turns (2 where a step takes over 150 ms). A step's time is the difference of two calls, divided
 by the steps that one has more. The requests of a batch share all but their last 16 tokens. Steps under about 3 ms are
 bound by the host: launch and scheduler, the same on both sides. KV "auto" is bf16. A row or line names the kernel
 sources it ran on; notes say where one was taken otherwise. Made by `python -m tools.bench_server`; what is missing was
@@ -36,7 +36,9 @@ GREEDY = """
 32 new tokens each for prompts of 1 to 32,000 tokens, every prompt alone. Noise is the largest difference of a chosen
 token's log-probability over the positions before any divergence, in nats. The first divergence of a prompt is a tie
 when the reference's top-2 gap there is at most twice the noise, else an error; the rest of that prompt follows another
-text and is not compared. "triton" is stock with Triton's prefill too; "auto" is bf16 KV.
+text and is not compared. "triton" is stock with Triton's prefill too; "auto" is bf16 KV. The choices of the random
+model are close calls, so that the rule tells little there, as its control shows, where half of each prompt of 1,000
+tokens or more was replaced; "trained" is the pair of tests/fixtures grown to a rank's width, on held-out text.
 
 | pair | prompts | identical | ties | errors | tokens compared | mean difference | noise | kernels | note |
 |---|---|---|---|---|---|---|---|---|---|

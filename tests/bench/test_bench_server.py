@@ -89,6 +89,8 @@ def test_requests_that_come_one_after_the_other_are_timed_together(run, step_s):
 def test_without_the_servers_of_a_comparison_the_table_is_still_measured(run, monkeypatch):
     monkeypatch.setattr(bench_server.tiny_model, "write", lambda work, **_: work)
     monkeypatch.setattr(bench_server, "equal_variants", lambda *_: {"triton": []})
+    monkeypatch.setattr(bench_server.grow_pair, "grow", lambda work, **_: work)
+    monkeypatch.setattr(bench_server.grow_pair, "held_out_tokens", lambda _pair: list(range(100_000)))
 
     @contextmanager
     def running(_model, log, *_):
@@ -109,12 +111,35 @@ def test_without_the_servers_of_a_comparison_the_table_is_still_measured(run, mo
     )
     bench_server.bench(run, asked)
     assert [row["kv_dtype"] for row in run.results["rows"]] == ["fp8_e4m3"]
-    assert "control" in run.results["absent"] and "triton" in run.results["absent"]
+    assert {"control of trained-ours", "triton"} <= run.results["absent"].keys()
+
+
+def test_servers_of_a_gpu_get_its_part_of_the_cpus():
+    parts = [bench_server.cpus_of(["--base-gpu-id", str(gpu)], set(range(3, 35)), 2) for gpu in range(2)]
+    assert parts == [set(range(3, 19)), set(range(19, 35))]
+    assert bench_server.cpus_of(["--tp-size", "2"], {4, 5}, 2) == {4, 5}
+    assert bench_server.cpus_of(["--base-gpu-id", "1"], {4}, 2) == {4}
+
+
+def test_servers_that_are_only_compared_end_before_the_table(run, monkeypatch):
+    ended = []
+
+    @contextmanager
+    def running(_model, log, *_):
+        yield answering(0.01)
+        ended.append(log.stem)
+
+    monkeypatch.setattr(bench_server.server, "running", running)
+    with bench_server.ExitStack() as stack:
+        run.launch(stack, run.out, {"ours-plain-auto": [], "triton": []})
+        run.end(["triton"])
+        assert ended == ["triton"] and list(run.ups) == ["ours-plain-auto"]
+    assert ended == ["triton", "ours-plain-auto"]
 
 
 def test_the_tree_bench_goes_on_without_a_mode_and_a_profile(run, monkeypatch):
-    monkeypatch.setattr(bench_ddtree.grow_pair, "grow", lambda work: work)
-    monkeypatch.setattr(bench_ddtree, "held_out_tokens", lambda _pair: list(range(100)))
+    monkeypatch.setattr(bench_ddtree.grow_pair, "grow", lambda work, **_: work)
+    monkeypatch.setattr(bench_ddtree.grow_pair, "held_out_tokens", lambda _pair: list(range(100)))
     monkeypatch.setattr(bench_server, "compare", lambda *_: None)
 
     @contextmanager

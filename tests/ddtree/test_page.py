@@ -58,7 +58,8 @@ def test_a_profile_is_told_apart_into_forwards_tree_and_waits(tmp_path, waits):
     row = ddtree_page.profile_row(tmp_path / "trace-bs1.json.gz")
     assert row["steps"] == 3, "the last step has no end"
     assert (row["draft_forward_us"], row["target_forward_us"]) == (70.0, 430.0)
-    assert row["tree_us"] == 2 + 8 + 12 + 2 + 5 + 4 + 6 + 7 and row["tree_in_graphs_us"] == row["tree_us"] - 4
+    assert row["draft_kv_us"] == 7
+    assert row["tree_us"] == 2 + 8 + 12 + 2 + 5 + 4 + 6 and row["tree_in_graphs_us"] == row["tree_us"] - 4
     assert row["period_us"] == 1000.0
     assert row["host_waits"] == waits, "the wait for the results of the step before is not one in the step"
     assert row["kernels_us"]["_build"] == 12.0
@@ -71,7 +72,7 @@ def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
     row = {"ctx": 1024, "bs": 1, "chain_accept_len": 2.5, "tree_accept_len": 3.2}
     row |= {f"{mode}_tok_s": speed for mode, speed in speeds.items()}
     greedy = {"prompts": 16, "identical": 15, "ties": 1, "errors": [], "noise": 0.1}
-    run = {"gpu": "a GPU", "torch": "2", "kernel_hash": "0" * 64, "budget": 32, "repeats": 3, "rows": [row, without]}
+    run = {"gpu": "a GPU", "torch": "2", "kernel_hash": "0" * 64, "budget": 32, "layers": 32, "rows": [row, without]}
     (tmp_path / "server-run.json").write_text(json.dumps(run | {"equal": {"tree against none": greedy}}))
     write_trace(tmp_path / "trace-bs1.json.gz", 0)
     docs = tmp_path / "docs"
