@@ -141,7 +141,7 @@ def _markdown(page: dict[str, Any]) -> str:
         f"One {page['gpu']} (not sm_120), torch {page['torch']}, kernel sources {page['kernel_hash'][:12]}.",
         f"The trained pair, grown to the width of a TP-8 rank (tools/grow_pair.py): {page['layers']} layers, hidden",
         "2048, 8 heads, latent 512 + 64, MoE; bf16, page size 1, CUDA graphs, overlap scheduling on. Greedy, on",
-        f"held-out text: acceptance is the pair's own. Tree budget {page['budget']}, block 8, draft window 4,096 tokens.",
+        f"held-out text: acceptance is the pair's own. Tree budget {page['budget']}, block 8, draft window 4,096.",
         "Medians of 4 interleaved repeats, fewer where steps are slow (the JSON holds them all).",
         "Made by `python -m tools.bench_ddtree`.",
         "",
