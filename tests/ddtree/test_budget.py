@@ -130,5 +130,5 @@ def test_cost_is_a_line_between_measured_batches(batch_size, expected):
 
 
 def test_no_width_is_cheaper_than_launching_it():
-    table = StepCosts({1: {1: (1.0, 0.0)}, 8: {1: (5.0, 0.0)}}, floor=3.0)
-    assert (table.estimate(1, 1, 0), table.estimate(8, 1, 0)) == (3.0, 5.0)
+    table = StepCosts({1: {1: (1.0, 0.0)}, 8: {1: (2.0, 0.0)}, 32: {1: (5.0, 0.0)}}, floors=[1.5, 3.0])
+    assert [table.estimate(width, 1, 0) for width in (1, 8, 32)] == [1.5, 3.0, 5.0]

@@ -81,9 +81,8 @@ def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
     page = (docs / "ddtree.md").read_text()
     assert "| 1,024 | 1 | 100 | 150 | 200 | 198 | 0.99 | 2.50 | 3.20 |" in page
     assert "| 8,192 | 1 | 90 | 120 | - | - | - | 2.00 | - |" in page
-    assert (
-        "| trace-bs1 | 1,000 | 70 | 430 | 7 | 39 | 35 | 0 |" in page and "| tree against none | 16 | 15 | 1 | 0 |" in page
-    )
+    assert "| trace-bs1 | 1,000 | 70 | 430 | 7 | 39 | 35 | 0 |" in page
+    assert "| tree against none | 16 | 15 | 1 | 0 |" in page
     assert (docs / "ddtree.png").stat().st_size > 0 and json.loads((docs / "ddtree.json").read_text())["profiles"]
 
 

@@ -101,9 +101,26 @@ def test_the_host_sets_a_floor_under_step_times(monkeypatch, taken, before, floo
     monkeypatch.setattr(
         module, "get_parallel", lambda: types.SimpleNamespace(tp_group=types.SimpleNamespace(world_size=1))
     )
-    costs = types.SimpleNamespace(floor=before)
-    state = types.SimpleNamespace(policy=types.SimpleNamespace(costs=costs), _pace=[], _last=None)
+    costs = types.SimpleNamespace(floors=[before, before])
+    state = types.SimpleNamespace(policy=types.SimpleNamespace(costs=costs), _paces=([], []), _last=None)
     for step in range(module.PACE_STEPS + 1):
-        module.AdaptiveWidth._watch_pace(state, 1.0)
+        module.AdaptiveWidth._watch_pace(state, True, 1.0)
         now[0] += taken if step % 3 else 10 * taken  # prompts come between
-    assert costs.floor == pytest.approx(floor)
+    assert costs.floors == [before, pytest.approx(floor)]
+
+
+def test_a_step_without_a_draft_has_a_floor_of_its_own(monkeypatch):
+    """The host launches it in less time than one that drafts."""
+    module = adaptive()
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        module, "get_parallel", lambda: types.SimpleNamespace(tp_group=types.SimpleNamespace(world_size=1))
+    )
+    costs = types.SimpleNamespace(floors=[0.0, 0.0])
+    state = types.SimpleNamespace(policy=types.SimpleNamespace(costs=costs), _paces=([], []), _last=None)
+    for step in range(2 * module.PACE_STEPS + 1):
+        drafts = step % 2 == 0
+        module.AdaptiveWidth._watch_pace(state, drafts, 1.0)
+        now[0] += 3.0 if drafts else 2.0
+    assert costs.floors == pytest.approx([2.0, 3.0])

@@ -83,8 +83,8 @@ class AdaptiveWidth:
         self._pending: deque[_Outcome] = deque()
         self.policy = WidthPolicy(widths, self._measure(widths))
         self._host_is_hidden = device == "cuda" and not get_schedule().disable_overlap_schedule
-        self._pace: list[tuple[float, float]] = []
-        self._last: tuple[float, float] | None = None
+        self._paces: tuple[list[tuple[float, float]], ...] = ([], [])  # of steps without a draft, and with one
+        self._last: tuple[bool, float, float] | None = None
 
     def choose(self, batch: ScheduleBatch) -> int:
         """The width for this step; makes its graph the current one."""
@@ -96,7 +96,7 @@ class AdaptiveWidth:
         batch_size, context_tokens = len(lens), int(lens.sum())
         width = self.policy.choose(batch_size, context_tokens)
         if self._host_is_hidden:
-            self._watch_pace(self.policy.costs.on_device(width, batch_size, context_tokens))
+            self._watch_pace(width > 1, self.policy.costs.on_device(width, batch_size, context_tokens))
         self._use(width)
         return width
 
@@ -104,25 +104,27 @@ class AdaptiveWidth:
         """Start the way of what was drafted and accepted to the host."""
         self._pending.append(_Outcome.send(width, path.nodes, drafted.masses if width > 1 else None))
 
-    def _watch_pace(self, device_seconds: float) -> None:
+    def _watch_pace(self, drafts: bool, device_seconds: float) -> None:
         """Learn how fast the host launches steps, from those that took longer than their device part.
 
         The shortest of some steps counts, as prompts come between others. Rank 0's figure holds for all ranks.
         """
         now = time.perf_counter()
-        if self._last is not None:
-            begun, expected = self._last
-            self._pace.append((now - begun, expected))
-        self._last = now, device_seconds
-        if len(self._pace) < PACE_STEPS:
+        last, self._last = self._last, (drafts, now, device_seconds)
+        if last is None:
             return
-        taken, expected = min(self._pace)
-        self._pace.clear()
-        costs = self.policy.costs
-        costs.floor = taken if taken > HOST_BOUND * expected else min(costs.floor, taken)
+        drafted, begun, expected = last
+        pace = self._paces[drafted]
+        pace.append((now - begun, expected))
+        if len(pace) < PACE_STEPS:
+            return
+        taken, expected = min(pace)
+        pace.clear()
+        floors = self.policy.costs.floors
+        floors[drafted] = taken if taken > HOST_BOUND * expected else min(floors[drafted], taken)
         group = get_parallel().tp_group
         if group.world_size > 1:
-            costs.floor = group.broadcast_object(costs.floor, src=0)
+            floors[drafted] = group.broadcast_object(floors[drafted], src=0)
 
     def _use(self, width: int) -> None:
         self.runner.decode_cuda_graph_runner = self._graphs[width]

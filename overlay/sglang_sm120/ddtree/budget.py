@@ -31,11 +31,11 @@ PROBE_SHARE = 0.01
 class StepCosts:
     """Seconds of a whole step: `seconds[width][batch] = (at no context, more per context token of the batch)`.
 
-    `floor`: seconds that a step takes at any width, since the host cannot launch faster.
+    `floors`: seconds that a step takes at any width, since the host cannot launch faster: without a draft, with one.
     """
 
     seconds: dict[int, dict[int, tuple[float, float]]]
-    floor: float = 0.0
+    floors: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def on_device(self, width: int, batch_size: int, context_tokens: int) -> float:
         """Device seconds of a step of `batch_size` requests with `context_tokens` in all.
@@ -51,7 +51,7 @@ class StepCosts:
 
     def estimate(self, width: int, batch_size: int, context_tokens: int) -> float:
         """Seconds of a step, launching included."""
-        return max(self.floor, self.on_device(width, batch_size, context_tokens))
+        return max(self.floors[width > 1], self.on_device(width, batch_size, context_tokens))
 
 
 @dataclass
