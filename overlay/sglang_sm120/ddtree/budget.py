@@ -24,7 +24,7 @@ HALVINGS, GUESS_HITS = 12, 1.0
 # So many requests are verified at the widest before anything is chosen.
 FIRST_REQUESTS = 128
 # Part of the time that may go to steps wider than the best one, to see how good its further nodes are now.
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.005
 
 
 @dataclass
