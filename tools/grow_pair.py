@@ -32,8 +32,13 @@ YARN_FACTOR = 64.0
 def grow(out: Path, *, growth: int = 16, layers: int = 16, head: int = 128) -> Path:
     """Write `out/target` and `out/drafter`, hidden size `growth` times the pair's, and return `out`.
 
-    layers: of the target. head: values of a head without rope, and of its output.
+    layers: of the target. head: values of a head without rope, and of its output. A pair of this shape that is whole
+    is left as it is.
     """
+    shape, done = {"growth": growth, "layers": layers, "head": head}, out / "grown.json"
+    if done.exists() and json.loads(done.read_text()) == shape:
+        return out
+    done.unlink(missing_ok=True)
     configs = {name: json.loads((PAIR / name / "config.json").read_text()) for name in ("target", "drafter")}
     for name in configs:
         (out / name).mkdir(parents=True, exist_ok=True)
@@ -45,6 +50,7 @@ def grow(out: Path, *, growth: int = 16, layers: int = 16, head: int = 128) -> P
     config = _scaled(configs["drafter"], growth, "hidden_size", "intermediate_size")
     config |= {"num_target_layers": layers, "max_position_embeddings": int(4096 * YARN_FACTOR)}
     _save(out / "drafter", drafter, config)
+    done.write_text(json.dumps(shape))
     return out
 
 

@@ -29,3 +29,16 @@ def test_grown_pair_gives_the_same_logits(tmp_path):
         # The query scale is no power of two, so bf16 weights round: nothing else differs.
         assert (small - grown).abs().max() < 0.05 * small.std()
         assert (small.argmax(-1) == grown.argmax(-1)).float().mean() > 0.97
+
+
+def test_a_whole_pair_is_left_and_a_part_of_one_is_grown_again(tmp_path):
+    shape = {"growth": 1, "layers": 5, "head": 32}
+    grow_pair.grow(tmp_path, **shape)
+    weights = tmp_path / "target" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    assert grow_pair.grow(tmp_path, **shape) == tmp_path and weights.stat().st_mtime_ns == written
+    (tmp_path / "grown.json").unlink()
+    grow_pair.grow(tmp_path, **shape)
+    assert weights.stat().st_mtime_ns > written
+    grow_pair.grow(tmp_path, **shape | {"layers": 6})
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["num_hidden_layers"] == 6
