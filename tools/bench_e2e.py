@@ -2,37 +2,48 @@
 
     python -m tools.bench_e2e --model MODEL [--draft DRAFTER] --serve-flags="--tp 8" --out build/bench-e2e
 
-Stock is the installed wheel with our plugin not loaded. One server at a time; every (context, batch) is a cell, saved
-as soon as it is measured. The same command run again does what is missing. `--cpu` tries it without a GPU: ours only
-(stock has no MLA attention there), on the trained pair of tests/fixtures, its figures worth nothing.
+Stock is the installed wheel with our plugin not loaded. One server at a time (all of them with --together); every
+(context, batch) is a cell, saved as soon as it is measured. The same command run again does what is missing. `--cpu`
+tries it without a GPU: ours only (stock has no MLA attention there), on the trained pair of tests/fixtures, its figures
+worth nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
-import importlib.util
+import itertools
 import json
+import math
+import multiprocessing
+import os
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tools import kernels, require_gpu, server
+from tools import e2e_page, kernels, require_gpu, server
 from tools.project import write_atomic
 
 PAIR = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "pair"
 # Upstream loads the plugins that this names: none of that name exists.
 NO_PLUGINS = {"SGLANG_PLUGINS": "stock"}
-CPU_FLAGS = [*server.CPU_FLAGS, "--dtype", "float32", "--context-length", "2048"]
 CONTEXTS, CPU_CONTEXTS = (1024, 8192, 32768, 65536, 131072, 185000), (64, 256)
-GPU_FLAGS = ["--skip-server-warmup"]
-SPECULATION = {"plain": None, "dflash": "DFLASH", "ddtree": "DDTREE"}
+# Upstream adds up accepted tokens when it logs: some lines must fall into a short cell.
+GPU_FLAGS = ["--skip-server-warmup", "--decode-log-interval", "8"]
+CPU_FLAGS = [*server.CPU_FLAGS, *GPU_FLAGS, "--dtype", "float32", "--context-length", "2048"]
+# Of an excerpt, a token. Where the text has longer ones, upstream's client says the excerpt again to fill the context.
+CHARACTERS_A_TOKEN = 5
+SERVER_FACTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "kv_cache_dtype",
+                "page_size", "tp_size")  # fmt: skip
 KEPT = (
     "output_throughput",
     "median_ttft_ms",
@@ -53,19 +64,24 @@ class Plan:
     contexts: Sequence[int]
     batches: Sequence[int]
     modes: Sequence[str]
+    text: Path | None
     output_tokens: int
     rounds: int
     serve_flags: str
     spec_flags: str
+    ddtree_flags: str
     ours_flags: str
     stock_flags: str
+    together: bool
+    minutes: float
+    start_timeout_s: float
     cell_timeout_s: float
     cpu: bool
 
     def servers(self) -> Iterator[tuple[str, str]]:
         """(who, mode) of each server to start."""
         for mode in self.modes:
-            if SPECULATION[mode] is None or self.draft:
+            if mode == "plain" or self.draft:
                 if mode != "ddtree" and not self.cpu:
                     yield "stock", mode
                 yield "ours", mode
@@ -73,13 +89,24 @@ class Plan:
     def flags(self, who: str, mode: str) -> list[str]:
         """Flags of that server after the defaults of the machine."""
         flags = shlex.split(self.serve_flags) + shlex.split(self.ours_flags if who == "ours" else self.stock_flags)
-        if algorithm := SPECULATION[mode]:
-            flags += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(self.draft)]
-            flags += shlex.split(self.spec_flags)
+        if mode != "plain":
+            flags += ["--speculative-algorithm", mode.upper(), "--speculative-draft-model-path", str(self.draft)]
+            flags += shlex.split(self.spec_flags) + (shlex.split(self.ddtree_flags) if mode == "ddtree" else [])
         return flags
+
+    def environment(self, who: str) -> dict[str, str]:
+        """What a server's environment has besides this one. For a model in folders nothing is asked of the hub."""
+        folders = all(Path(path).is_dir() for path in (self.model, self.draft) if path)
+        offline = "1" if folders else os.environ.get("HF_HUB_OFFLINE", "0")
+        return {"HF_HUB_OFFLINE": offline} | (NO_PLUGINS if who == "stock" else {})
+
+    def cells(self) -> Iterable[tuple[int, int]]:
+        """(context, batch) of every row."""
+        return itertools.product(self.contexts, self.batches)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same in all cells of one table."""
+        text = hashlib.sha256(self.text.read_bytes()).hexdigest()[:12] if self.text else None
         return {
             "gpu": "none (CPU engine)" if self.cpu else torch.cuda.get_device_name(),
             "gpus": 0 if self.cpu else torch.cuda.device_count(),
@@ -88,9 +115,11 @@ class Plan:
             "kernel_hash": kernels.source_hash(),
             "model": self.model,
             "draft": self.draft,
+            "text_sha256": text,
+            "together": self.together,
             "output_tokens": self.output_tokens,
             "rounds": self.rounds,
-            "flags": [self.serve_flags, self.spec_flags, self.ours_flags, self.stock_flags],
+            "flags": [self.serve_flags, self.spec_flags, self.ddtree_flags, self.ours_flags, self.stock_flags],
         }
 
 
@@ -124,20 +153,28 @@ class Results:
 
 
 def run(plan: Plan, out: Path) -> int:
-    """Measure what is missing, write the page; returns how many cells failed."""
+    """Measure what is missing, write the page; returns how many cells are not there."""
+    deadline = time.monotonic() + 60 * plan.minutes
     results = Results(out / "bench-e2e.json", plan.identity())
-    for who, mode in plan.servers():
-        cells = [(context, batch) for context in plan.contexts for batch in plan.batches]
-        todo = [cell for cell in cells if not results.has(cell_key(who, mode, *cell))]
-        print(f"{who}-{mode}: {len(cells) - len(todo)} cells are there, {len(todo)} to do", flush=True)
-        if todo:
-            serve(plan, who, mode, todo, results, out)
+    servers = list(plan.servers())
+    for group in [servers] if plan.together else [[one] for one in servers]:
+        missing = [(who, mode) for who, mode in group if todo(plan, results, who, mode)]
+        if missing and time.monotonic() < deadline:
+            serve(plan, missing, results, out, deadline)
     results.save()
-    render(results.document, out)
+    e2e_page.render(results.document, out)
     failed = [key for key, cell in results.document["cells"].items() if "failed" in cell]
     for key in failed:
         print(f"failed: {key}: {results.document['cells'][key]['failed']}", file=sys.stderr)
-    return len(failed)
+    left = sum(len(todo(plan, results, who, mode)) for who, mode in servers) - len(failed)
+    if left:
+        print(f"no time left for {left} cells: the same command does them", file=sys.stderr)
+    return len(failed) + left
+
+
+def todo(plan: Plan, results: Results, who: str, mode: str) -> list[tuple[int, int]]:
+    """(context, batch) of the cells that one server has still to give."""
+    return [cell for cell in plan.cells() if not results.has(cell_key(who, mode, *cell))]
 
 
 def cell_key(who: str, mode: str, context: int, batch: int) -> str:
@@ -145,129 +182,88 @@ def cell_key(who: str, mode: str, context: int, batch: int) -> str:
     return f"{who}/{mode}/{context}/{batch}"
 
 
-def serve(plan: Plan, who: str, mode: str, todo: list[tuple[int, int]], results: Results, out: Path) -> None:
-    """Start one server and measure its missing cells."""
-    env = {"HF_HUB_OFFLINE": str(int(plan.cpu))} | (NO_PLUGINS if who == "stock" else {})
+def serve(plan: Plan, group: list[tuple[str, str]], results: Results, out: Path, deadline: float) -> None:
+    """Start the servers of a group side by side; they take turns at their missing cells, until the deadline."""
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(len(group)) as pool:
+            ups = dict(zip(group, pool.map(lambda one: start(plan, one, results, out, stack), group), strict=True))
+        for context, batch in plan.cells():
+            for (who, mode), up in ups.items():
+                key = cell_key(who, mode, context, batch)
+                if results.has(key) or time.monotonic() > deadline:
+                    continue
+                cell = measure(plan, up, context, batch, out) if up else {"failed": "the server did not start"}
+                results.put(key, cell)
+                print(f"{key}: {cell}", flush=True)
+
+
+def start(plan: Plan, one: tuple[str, str], results: Results, out: Path, stack: ExitStack) -> server.Server | None:
+    """One server that the stack will stop, its facts noted; None if it does not come up."""
+    who, mode = one
+    left = len(todo(plan, results, who, mode))
+    print(f"{who}/{mode}: {len(list(plan.cells())) - left} cells are there, {left} to do", flush=True)
     defaults = CPU_FLAGS if plan.cpu else GPU_FLAGS
-    model, log = Path(plan.model), out / f"{who}-{mode}.log"
     try:
-        with server.running(model, log, plan.flags(who, mode), env, defaults, plan.cell_timeout_s) as up:
-            info = json.loads(up.get("/server_info"))
-            results.document["servers"][f"{who}/{mode}"] = {
-                name: info.get(name) for name in ("attention_backend", "kv_cache_dtype", "page_size", "tp_size")
-            }
-            for context, batch in todo:
-                room = info["max_total_num_tokens"]
-                if batch * (context + plan.output_tokens) > room:
-                    cell: dict[str, Any] = {"left_out": f"needs more than the pool of {room} tokens"}
-                else:
-                    cell = measure(plan, up, context, batch, out)
-                results.put(cell_key(who, mode, context, batch), cell)
-                print(f"{who}-{mode}, context {context:,}, batch {batch}: {cell}", flush=True)
-    except RuntimeError as error:  # the server did not come up: the next one may
-        for context, batch in todo:
-            key = cell_key(who, mode, context, batch)
-            if not results.has(key):
-                results.put(key, {"failed": f"the server did not start; see {log}"})
-        print(f"{who}-{mode}: {error}", file=sys.stderr)
+        log, flags, env = out / f"{who}-{mode}.log", plan.flags(who, mode), plan.environment(who)
+        up = stack.enter_context(server.running(Path(plan.model), log, flags, env, defaults, plan.start_timeout_s))
+        info = json.loads(up.get("/server_info"))
+    except (RuntimeError, OSError) as error:  # its cells fail, those of the others need not
+        print(f"{who}/{mode}: {error}", file=sys.stderr, flush=True)
+        return None
+    facts = {name: info.get(name) for name in SERVER_FACTS} | {"pool_tokens": info["max_total_num_tokens"]}
+    results.document["servers"][f"{who}/{mode}"] = facts
+    return up
 
 
 def measure(plan: Plan, up: server.Server, context: int, batch: int, out: Path) -> dict[str, Any]:
     """One cell by upstream's client: `batch` requests at a time, `rounds` times over."""
-    found = out / "client.jsonl"
+    room = json.loads(up.get("/server_info"))["max_total_num_tokens"]
+    if batch * (context + plan.output_tokens) > room:
+        return {"left_out": f"needs more than the pool of {room} tokens"}
+    found, log, requests = out / "client.jsonl", out / "client.log", batch * plan.rounds
     found.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", up.url,
-               "--dataset-name", "random-ids", "--random-input-len", str(context), "--random-range-ratio", "1",
-               "--random-output-len", str(plan.output_tokens), "--num-prompts", str(batch * plan.rounds),
-               "--max-concurrency", str(batch), "--warmup-requests", str(batch), "--flush-cache", "--seed", "1",
-               "--disable-tqdm", "--output-file", str(found)]  # fmt: skip
-    with (out / "client.log").open("a") as log:
-        try:
-            done = subprocess.run(command, stdout=log, stderr=log, timeout=plan.cell_timeout_s, check=False)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done in {plan.cell_timeout_s:.0f} s"}
-    if done.returncode != 0 or not found.exists():
-        return {"failed": f"the client ended with {done.returncode}; see {out / 'client.log'}"}
+    flags = ["--backend", "sglang", "--base-url", up.url, "--tokenize-prompt", *prompts(plan, context, requests, out),
+             "--random-input-len", str(context), "--random-output-len", str(plan.output_tokens),
+             "--random-range-ratio", "1", "--num-prompts", str(requests), "--max-concurrency", str(batch),
+             "--warmup-requests", str(batch), "--flush-cache", "--seed", "1", "--ready-check-timeout-sec", "5",
+             "--disable-tqdm", "--output-file", str(found)]  # fmt: skip
+    if failure := call_client(flags, log, plan.cell_timeout_s):
+        return {"failed": failure}
     result = json.loads(found.read_text().splitlines()[-1])
-    if result["completed"] != batch * plan.rounds:
-        return {"failed": f"{result['completed']} of {batch * plan.rounds} requests were answered"}
+    if result["completed"] != requests:
+        return {"failed": f"{result['completed']} of {requests} requests were answered"}
     return {name: result[name] for name in KEPT}
 
 
-def render(document: dict[str, Any], out: Path) -> None:
-    """`bench-e2e.md` and `bench-e2e.png` from the results."""
-    rows = table(document["cells"])
-    (out / "bench-e2e.md").write_text(markdown(document, rows))
-    plot(rows, out / "bench-e2e.png")
+def prompts(plan: Plan, context: int, requests: int, out: Path) -> list[str]:
+    """Flags for the client's prompts: random tokens, or excerpts of the text as a file of the kind that it knows."""
+    if plan.text is None:
+        return ["--dataset-name", "random-ids"]
+    text, path = plan.text.read_text(), out / "prompts.json"
+    starts = [number * len(text) // requests for number in range(requests)]
+    excerpts = [(text[at:] + text[:at])[: CHARACTERS_A_TOKEN * context] for at in starts]
+    path.write_text(json.dumps([{"conversations": [{"value": excerpt}, {"value": ""}]} for excerpt in excerpts]))
+    return ["--dataset-name", "random", "--dataset-path", str(path)]
 
 
-def table(cells: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a (mode, context, batch): ours, and stock in the same mode (for ddtree: stock's dflash)."""
-    rows = []
-    for key, ours in cells.items():
-        who, mode, context, batch = key.split("/")
-        if who == "ours":
-            peer = "dflash" if mode == "ddtree" else mode
-            stock = cells.get(f"stock/{peer}/{context}/{batch}", {})
-            rows.append({"mode": mode, "context": int(context), "batch": int(batch), "ours": ours, "stock": stock})
-    return sorted(rows, key=lambda row: (list(SPECULATION).index(row["mode"]), row["context"], row["batch"]))
+def call_client(flags: list[str], log: Path, timeout_s: float) -> str | None:
+    """Run upstream's client to its end, or for so long; what went wrong, None if nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.bench_client"])
+    client = context.Process(target=_client, args=(flags, log), daemon=True)
+    client.start()
+    client.join(timeout_s)
+    if client.exitcode is None:
+        client.kill()
+        client.join()
+        return f"not done in {timeout_s:.0f} s"
+    return f"the client ended with {client.exitcode}; see {log}" if client.exitcode else None
 
 
-def markdown(document: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The page."""
-    about = document["identity"]
-    backends = ", ".join(f"{name} {facts['attention_backend']}" for name, facts in document["servers"].items())
-    lines = [
-        f"# End to end: {about['model']} on {about['gpus']} x {about['gpu']}",
-        "",
-        f"sglang {about['sglang']}, torch {about['torch']}, kernel sources {about['kernel_hash'][:12]}, drafter "
-        f"{about['draft']}. Flags {about['flags']}. Attention backends: {backends}.",
-        f"Random prompts, {about['output_tokens']} tokens answered, {about['rounds']} rounds a cell, one run. tok/s is "
-        "output tokens over the whole run, prompts included; TPOT is the median time a token after the first. Stock in "
-        "ddtree rows is stock's dflash.",
-        "",
-        "| mode | context | batch | stock tok/s | ours tok/s | ours / stock | stock TPOT ms | ours TPOT ms "
-        "| stock TTFT ms | ours TTFT ms | ours accept length |",
-        "|---" * 11 + "|",
-    ]
-    for row in rows:
-        stock, ours = row["stock"], row["ours"]
-        pairs = [
-            _figure(side.get(name), digits)
-            for name, digits in (("median_tpot_ms", 2), ("median_ttft_ms", 0))
-            for side in (stock, ours)
-        ]
-        speeds = [side.get("output_throughput") for side in (stock, ours)]
-        ratio = speeds[1] / speeds[0] if all(speeds) else None
-        cells = [row["mode"], f"{row['context']:,}", str(row["batch"]), *(_figure(speed, 1) for speed in speeds)]
-        lines.append(
-            "| " + " | ".join([*cells, _figure(ratio, 2), *pairs, _figure(ours.get("accept_length"), 2)]) + " |"
-        )
-    return "\n".join([*lines, "", "![output tokens a second by context](bench-e2e.png)"]) + "\n"
+def _client(flags: list[str], log: Path) -> None:
+    from tools import bench_client
 
-
-def _figure(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Output tokens a second by context: ours drawn through, stock dashed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for number, (mode, batch) in enumerate(sorted({(row["mode"], row["batch"]) for row in rows})):
-        for who, style in (("ours", "-o"), ("stock", "--x")):
-            chosen = [row for row in rows if (row["mode"], row["batch"]) == (mode, batch)]
-            points = [(row["context"], row[who]["output_throughput"]) for row in chosen if "duration" in row[who]]
-            if points and not (who == "stock" and mode == "ddtree"):
-                label = f"{who}, {mode}, batch {batch}"
-                axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="output tokens per second")
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    bench_client.run(flags, log)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -279,14 +275,21 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("build/bench-e2e"), help="results, page, plot and logs")
     parser.add_argument("--contexts", type=int, nargs="+", help="default: 1024 to 185000, on the CPU 64 and 256")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--modes", nargs="+", choices=SPECULATION, default=list(SPECULATION))
+    parser.add_argument("--modes", nargs="+", choices=e2e_page.MODES, default=e2e_page.MODES)
+    parser.add_argument("--text", type=Path, help="prompts are excerpts of this file; default: random tokens, on which "
+                        "no drafter guesses right")  # fmt: skip
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3, help="requests a cell, in batches")
     parser.add_argument("--serve-flags", default="", help='flags of every server, in one word: --serve-flags="--tp 8"')
     parser.add_argument("--spec-flags", default="", help="flags of the servers that speculate")
+    parser.add_argument("--ddtree-flags", default="", help="further flags of the DDTREE server")
     parser.add_argument("--ours-flags", default="--attention-backend sm120_mla")
     parser.add_argument("--stock-flags", default="", help="upstream's own choice of backends if empty")
-    parser.add_argument("--cell-timeout-s", type=float, default=3600, help="for a server's start, and for a cell")
+    parser.add_argument("--together", action="store_true", help="all servers are up at once and take turns; for a "
+                        "model that fits so often: give --max-total-tokens in --serve-flags")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no server or cell is begun later")
+    parser.add_argument("--start-timeout-s", type=float, default=3600, help="for a server's start")
+    parser.add_argument("--cell-timeout-s", type=float, default=3600, help="for a cell")
     return parser
 
 
@@ -302,8 +305,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if not args["model"]:
         print("error: --model is missing: `make bench-e2e MODEL=... [DRAFT=...]`", file=sys.stderr)
         return 2
-    if importlib.util.find_spec("datasets") is None:
-        print("error: upstream's bench_serving imports the package `datasets`: pip install datasets", file=sys.stderr)
+    if args["text"] and not args["text"].is_file():
+        print(f"error: --text {args['text']}: there is no such file", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
     server.exit_on_sigterm()
