@@ -48,11 +48,11 @@ KV_DTYPES = ("auto", "fp8_e4m3")
 SIMULATED_ACCEPT_LEN = 4
 # The drafter reads this much context on both sides: its own attention is upstream's and not what is compared.
 DRAFT_WINDOW_TOKENS = 4096
-REPEATS = 5
+REPEATS, PROMPT_REPEATS = 5, 3
 # A step's time is a difference of two calls: one of few steps, and one of as many more as take about SPAN_S. A batch's
 # requests arrive one after the other, so the few take so long that the first is not done before the last has come.
 FEW_STEPS, MOST_FEW_STEPS = 2, 512
-LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 128, 0.2
+LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 128, 0.12
 SLOW_STEP_S = 0.15
 TAIL_TOKENS = 16
 # Of the 50 prompts that are answered greedily.
@@ -83,6 +83,12 @@ class Run:
         """Write what there is: a run that is cut short keeps it."""
         with self.lock:
             write_result(self.out / "server-run.json", self.results)
+
+    def note_equal(self, pair: str, found: dict[str, Any]) -> None:
+        """Keep how two servers' greedy tokens compare."""
+        with self.lock:
+            self.results["equal"][pair] = found
+        print(f"{pair}: {found}", flush=True)
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
@@ -180,7 +186,7 @@ def time_prefill(run: Run, kv: str, begin: int = 32_768, end: int = 131_072) -> 
     ups = {who: run.ups[name] for who in BACKENDS if (name := f"{who}-plain-{kv}") in run.ups}
     seconds: dict[str, list[float]] = {who: [] for who in ups}
     with run.attempt(f"prompts, {kv}"):
-        for repeat, (who, up) in itertools.product(range(REPEATS + 1), ups.items()):
+        for repeat, (who, up) in itertools.product(range(PROMPT_REPEATS + 1), ups.items()):
             prompt = prompt_ids(1000 + repeat, end)
             ask(up, [prompt[:begin]], 1)
             (answer,) = ask(up, [prompt], 1)
@@ -343,9 +349,7 @@ def compare(run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]]) ->
         list(pool.map(answer, names))
     for reference, other in pairs:
         if reference in answers and other in answers:
-            found = compare_greedy(answers[reference], answers[other])
-            run.results["equal"][f"{other} against {reference}"] = found
-            print(f"{other} against {reference}: {found}", flush=True)
+            run.note_equal(f"{other} against {reference}", compare_greedy(answers[reference], answers[other]))
     run.save()
 
 
@@ -355,8 +359,7 @@ def control(run: Run, name: str, prompts: list[list[int]], others: list[int]) ->
         long = [prompt for prompt in prompts if len(prompt) >= 1000]
         changed = [others[: len(p) // 2] + p[len(p) // 2 :] for p in long]
         found = compare_greedy(greedy(run.ups[name], long), greedy(run.ups[name], changed))
-        run.results["equal"][f"control: {name}, half of each prompt replaced"] = found
-        print(f"control of {name}: {found}", flush=True)
+        run.note_equal(f"control: {name}, half of each prompt replaced", found)
         run.save()
 
 
@@ -402,14 +405,22 @@ TRAINED_PAIRS = [
 
 def compare_all(run: Run, pair: Path) -> None:
     """Both models. The random one's choices are close calls, so that only the trained one tells an error from noise."""
-    prompts = [prompt_ids(100 + i, tokens) for i, tokens in enumerate(GREEDY_PROMPT_TOKENS)]
-    compare(run, RANDOM_PAIRS, prompts)
-    control(run, "ours-plain-auto", prompts, prompt_ids(500, max(GREEDY_PROMPT_TOKENS)))
     text = grow_pair.held_out_tokens(pair)
     assert len(text) > 997 * len(GREEDY_PROMPT_TOKENS) + max(GREEDY_PROMPT_TOKENS)
-    prompts = [text[997 * i : 997 * i + tokens] for i, tokens in enumerate(GREEDY_PROMPT_TOKENS)]
-    compare(run, TRAINED_PAIRS, prompts)
-    control(run, "trained-ours", prompts, text[::-1])
+
+    def random_model() -> None:
+        prompts = [prompt_ids(100 + i, tokens) for i, tokens in enumerate(GREEDY_PROMPT_TOKENS)]
+        compare(run, RANDOM_PAIRS, prompts)
+        control(run, "ours-plain-auto", prompts, prompt_ids(500, max(GREEDY_PROMPT_TOKENS)))
+
+    def trained_model() -> None:
+        prompts = [text[997 * i : 997 * i + tokens] for i, tokens in enumerate(GREEDY_PROMPT_TOKENS)]
+        compare(run, TRAINED_PAIRS, prompts)
+        control(run, "trained-ours", prompts, text[::-1])
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(random_model), pool.submit(trained_model)]:
+            done.result()
 
 
 def keep_metrics(run: Run, names: Iterable[str]) -> None:
