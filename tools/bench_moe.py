@@ -46,7 +46,7 @@ class Traffic:
     new_tokens: int
 
 
-LOADS = {"prompts": Traffic(4, 500, 1), "answers": Traffic(16, 10, 100)}
+LOADS = {"prompts": Traffic(8, 1000, 1), "answers": Traffic(16, 10, 100)}
 GPU_FLAGS = [*bench_server.GPU_FLAGS, *bench_server.OURS, "--cuda-graph-backend-decode", "disabled",
              "--mem-fraction-static", "0.1"]  # fmt: skip
 
