@@ -103,7 +103,7 @@ def test_a_recipe_that_ddtree_refuses_would_be_seen(parser):
 
 
 def test_recipes_fit_their_machines(parser):
-    """One request of the longest context, in the share that `--mem-fraction-static` gives, which leaves room to work."""
+    """One request of the longest context, in the share that `--mem-fraction-static` gives, with room to work."""
     for words, (gpu, model) in zip(recipes(SERVING), MACHINES, strict=True):
         args = parser.parse_args(words)
         byte = memory.FP8_BYTES if args.kv_cache_dtype == "fp8_e4m3" else memory.BF16_BYTES
