@@ -19,6 +19,9 @@ NEW_TOKENS, TEMPERATURE = 96, 0.6
 PAIR = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "pair"
 DRAFTING = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(PAIR / "drafter")]
 FLAGS = ["--dtype", "float32", "--enable-metrics", *DRAFTING, "--speculative-ddtree-budget", "16"]
+# What is left up can be asked everything: `sglang-sm120 moe-balance` and `kv-map` need these.
+SERVE_FLAGS = ["--expert-distribution-recorder-mode", "stat"]
+SERVE_ENV = {"SGLANG_SM120_KV_COMPACT": "idle"}
 
 
 def main() -> None:
@@ -31,7 +34,8 @@ def main() -> None:
 
     print(f"starting sglang {importlib.metadata.version('sglang')} on the CPU ...", flush=True)
     begin = time.monotonic()
-    with server.running(PAIR / "target", args.work / "server.log", FLAGS) as up:
+    flags, env = ([*FLAGS, *SERVE_FLAGS], SERVE_ENV) if args.serve else (FLAGS, {})
+    with server.running(PAIR / "target", args.work / "server.log", flags, env) as up:
         print(f"ready after {time.monotonic() - begin:.1f} s at {up.url}")
         prompt = PreTrainedTokenizerFast.from_pretrained(PAIR / "target")(PROMPT).input_ids
         answer = up.generate([prompt], NEW_TOKENS, temperature=TEMPERATURE)[0]
