@@ -1,16 +1,17 @@
-"""What defragmentation is worth: `python -m tools.bench_defrag PART [--out FILE]`, PART being all or one of these.
+"""What defragmentation is worth: `python -m tools.bench_defrag PART ... [--out FILE]`, of these parts, or all.
 
     churn        replays one trace with upstream's allocator and with extents; runs anywhere
     map          compacts a churned pool to the end: runs, and kv-map.png beside the file; runs anywhere
     kernel       attention bandwidth against contiguity (needs a CUDA GPU and the kernel library, not SGLang)
     fastpath     what the kernel would win if it read no indices where KV is contiguous (as kernel; builds one)
     move         bandwidth of the move that compaction launches (as kernel)
-    compaction   what whole passes over a churned pool cost (needs a CUDA GPU)
+    compaction   what whole passes cost, and how fast they move KV (needs a CUDA GPU)
     steps        decode step times while compacting and not (needs a CUDA GPU)
     serve        tokens a second with tiers off, 0, 1, and 0 with 1 (needs a CUDA GPU)
-    render       defrag.png from the results of kernel and move
+    render       defrag.md and defrag.png beside the file, of the parts that it has
 
-Every comparison is of medians within one run; results are merged into the JSON file under the name of the part.
+Every comparison is of medians within one run; results are merged into the JSON file under the name of the part. A part
+that fails costs only itself. CUDA_VISIBLE_DEVICES picks the GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import platform
 import shutil
 import statistics
 import time
+import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +32,16 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tools import server
+from tools import defrag_page, server
 from tools.churn import World
+
+if TYPE_CHECKING:
+    from sglang_sm120.kvdefrag.compactor import Pool
 
 EXTENTS = (0, 64, 128, 256)
 GPU_PARTS = ("kernel", "fastpath", "move", "compaction", "steps", "serve")
@@ -102,9 +108,9 @@ def replay(trace: Trace, extent_tokens: int, verify_block: int, device: str) -> 
     return {
         "mean_run_length": units / runs,
         "contiguity": 1 - (runs - 1) / (units - 1),
-        "alloc_us_per_step": world.cost.seconds / world.cost.steps * 1e6,
+        "alloc_us_per_step": sum(world.cost.seconds.values()) / world.cost.steps * 1e6,
         "requests": world.count,
-    }
+    } | {f"{what}_us_per_step": seconds / world.cost.steps * 1e6 for what, seconds in world.cost.seconds.items()}
 
 
 def _poisson(random: Random, mean: float) -> int:
@@ -218,7 +224,7 @@ def fastpath(repeats: int = 5) -> dict:
     loader = sources / "mla_verify" / "kernel.cuh"
     text = loader.read_text()
     if text.count(INDEXED) != 1:
-        raise SystemExit(f"error: {loader} does not read slots by `{INDEXED}`: tell tools/bench_defrag.py how it does")
+        raise RuntimeError(f"{loader} does not read slots by `{INDEXED}`: tell tools/bench_defrag.py how it does")
     loader.write_text(text.replace(INDEXED, CONTIGUOUS))
     library = kernels.build([f"sm_{major}{minor}"], sources / "lib", sources=sources)
     paths = {"indices": ops.LIBRARY_PATH, "contiguous": library}
@@ -266,74 +272,112 @@ def move(layers: int = 61, slots: int = 73_728) -> dict:
     return {"layers": layers, "slots": slots, "copy_gb_per_s": moved_bytes / copy_ms / 1e6, "cases": cases}
 
 
-def compaction(layers: int = 61, slots: int = 262_144) -> dict:
-    """Whole passes at the default budget over a churned pool: milliseconds, and the bandwidth of the move."""
+def compaction(layers: int = 61, slots: int = 262_144, rounds: int = 4) -> dict:
+    """Whole passes at the default budget over a churned pool: what they bring, what they cost, how fast they move KV.
+
+    The first round begins with the pool that upstream's allocator leaves; it also loads what a pass launches, so it is
+    reported alone. Before each other round slots are mixed up again. Bytes are those read and written for units that
+    change place. They are set against three times: from the first launch of the move to its last, to the last launch
+    of the pass, and the pass as a whole by the wall clock, the GPU idle before and after.
+    """
     from sglang_sm120.kvdefrag import compactor, serving
     from sglang_sm120.kvdefrag.settings import Settings
 
-    buffers = [torch.zeros(slots + 1, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
+    buffers = [torch.randn(slots + 1, 1, HEAD_DIM, device="cuda").bfloat16() for _ in range(layers)]
     pool = compactor.Pool(buffers, page_size=1)
     copy_ms = median_ms(lambda: [a.copy_(b) for a, b in zip(buffers[::2], buffers[1::2], strict=False)])
     copy_rate = 2 * (layers // 2) * buffers[0].nbytes / copy_ms
     budget = int(Settings().compact_ms / 1000 * serving.move_bytes_per_s("cuda") / (2 * pool.unit_bytes))
     world = churned("cuda", slots)
     before = world.survey_runs()
-    passes: list[dict[str, float]] = []
-    while len(passes) < 40:
-        stages = {name: torch.cuda.Event(enable_timing=True) for name in ("pool 0 part 0 chunk 0", "rows")}
-        marks = [_now()]
-        survey = world.survey()
-        marks.append(_now())
-        moves = compactor.plan(survey, serving.WINDOW_UNITS, budget)
-        marks.append(_now())
-        if moves is None:
-            break
-        compactor.commit(survey, moves, [pool], partial(_record, stages))
-        marks.append(_now())
-        units = sum(src.numel() for src, _ in moves.chunks)
-        begin, end = stages.values()
-        move_ms = begin.elapsed_time(end)
-        passes.append({
-            "survey_ms": (marks[1] - marks[0]) * 1000,
-            "plan_ms": (marks[2] - marks[1]) * 1000,
-            "commit_ms": (marks[3] - marks[2]) * 1000,
-            "move_ms": move_ms,
-            "total_ms": (marks[3] - marks[0]) * 1000,
-            "units": units,
-            "move_gb_per_s": 2 * units * pool.unit_bytes / move_ms / 1e6,
-            "of_copy_rate": 2 * units * pool.unit_bytes / move_ms / copy_rate,
-        })  # fmt: skip
+    first = compact_to_the_end(world, pool, budget)
     after = world.survey_runs()
+    passes = []
+    for _ in range(rounds):
+        mix_up(world)
+        passes += compact_to_the_end(world, pool, budget)
+    gb = sum(p["bytes"] for p in passes) / 1e9
+    rates = {of: gb / sum(p[f"{of}_ms"] for p in passes) * 1000 for of in ("move", "commit", "wall")}
     result = {
         "layers": layers,
         "pool_tokens": slots,
         "budget_units": budget,
         "passes": len(passes),
+        "passes_that_gather": sum(p["gathers"] for p in passes),
         "copy_gb_per_s": copy_rate / 1e6,
+        "gb_per_s": rates,
+        "of_copy_rate": {of: rate * 1e6 / copy_rate for of, rate in rates.items()},
         "median": {key: statistics.median(p[key] for p in passes) for key in passes[0]},
-        "first": passes[0],
+        "all": passes,
+        "first_round": first,
         "mean_run_length_before": before.mean_length,
         "mean_run_length_after": after.mean_length,
         "contiguity_before": before.contiguity,
         "contiguity_after": after.contiguity,
     }
-    print(json.dumps(result), flush=True)
+    print(json.dumps({key: result[key] for key in result if key not in ("all", "first_round")}), flush=True)
     return result
 
 
-def steps(layers: int = 61, requests: int = 32, tokens: int = 4_096, count: int = 320, repeats: int = 3) -> dict:
-    """Milliseconds of decode steps while tier 1 compacts at its default budget, and while it does not.
+def compact_to_the_end(world: World, pool: Pool, budget_units: int) -> list[dict[str, float]]:
+    """Passes until none gains anything: milliseconds of each part on the host, of moving on the device, and bytes."""
+    from sglang_sm120.kvdefrag import compactor, serving
 
-    A step is upstream's allocation and the attention of all layers, in a CUDA graph. The pool is upstream's, so it
-    scatters; the threshold is 1, so every look, one in 64 steps, is followed by a pass.
+    passes: list[dict[str, float]] = []
+    while len(passes) < 40:
+        events = {name: torch.cuda.Event(enable_timing=True) for name in ("pool 0 part 0 chunk 0", "rows", "done")}
+        marks = [_now()]
+        survey = world.survey()
+        marks.append(time.perf_counter())
+        moves = compactor.plan(survey, serving.WINDOW_UNITS, budget_units)
+        marks.append(time.perf_counter())
+        if moves is None:
+            break
+        compactor.commit(survey, moves, [pool], partial(_record, events))
+        marks.append(time.perf_counter())
+        marks.append(_now())
+        first, moved, last = events.values()
+        passes.append({
+            "survey_ms": (marks[1] - marks[0]) * 1000,
+            "plan_ms": (marks[2] - marks[1]) * 1000,
+            "commit_host_ms": (marks[3] - marks[2]) * 1000,
+            "move_ms": first.elapsed_time(moved),
+            "commit_ms": first.elapsed_time(last),
+            "wall_ms": (marks[4] - marks[0]) * 1000,
+            "units": moves.units_moved,
+            "bytes": 2 * moves.units_moved * pool.unit_bytes,
+            "gathers": len(moves.chunks) > 1,
+        })  # fmt: skip
+    return passes
+
+
+def mix_up(world: World, window: int = 1_000) -> None:
+    """Shuffle the slots within windows, as decoding side by side does, for all who hold them; KV stays as it is."""
+    from sglang_sm120.kvdefrag import compactor
+
+    survey = world.survey()
+    new_slot = torch.arange(len(survey.owner), device=survey.owner.device)
+    mixed = new_slot[1 : 1 + world.size // window * window].view(-1, window)
+    mixed.copy_(mixed.gather(1, torch.rand(mixed.shape, device=mixed.device).argsort(dim=1)))
+    compactor.commit(survey, compactor.Plan([], new_slot, 0, 0), [])
+
+
+def steps(
+    layers: int = 61, slots: int = 262_144, requests: int = 32, tokens: int = 4_096, count: int = 800, repeats: int = 4
+) -> dict:
+    """Milliseconds of decode steps while tier 1 compacts at its default budget and pace, and while it does not.
+
+    A step is upstream's allocation and the attention of all layers, in a CUDA graph, until the GPU is done: no dense
+    layers and no overlap, so a pass weighs more than in a server, save for the overlap that a server gives up. Each
+    stretch of `count` steps begins with the same requests and with their slots mixed up: a pass finds more to do than
+    its budget. Stretches with and without compaction take turns, in both orders.
     """
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang_sm120 import ops
     from sglang_sm120.kvdefrag import serving
     from sglang_sm120.kvdefrag.settings import Settings, When
 
-    slots = 262_144
-    world = World(slots, max_requests=requests, max_context=8_192, device="cuda", with_kv=False)
+    world = World(slots, max_requests=requests, max_context=2 * tokens, device="cuda", with_kv=False)
     pool = MLATokenToKVPool(
         size=slots, page_size=1, dtype=torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=layers,
         device="cuda", enable_memory_saver=False,
@@ -341,14 +385,27 @@ def steps(layers: int = 61, requests: int = 32, tokens: int = 4_096, count: int 
     for buffer in pool.kv_buffer:
         buffer.normal_()
     world.allocator._kvcache = pool
+    # The scheduler's own hook, around the allocation of a step; a threshold of 1 makes a pass of every look.
+    hooks, scheduler = serving.Hooks(Settings(compact=When.AUTO, compact_below=1.0)), world.scheduler()
+    scheduler.is_fully_idle = lambda: False
     random = Random(0)
-    for _ in range(requests):
-        world.arrive([random.randrange(50) for _ in range(tokens)], 1 << 20)
-    tier_1 = serving.Defragmenter(world.scheduler(), Settings(compact=When.AUTO, compact_below=1.0))
+    prompts = [[random.randrange(50) for _ in range(tokens)] for _ in range(requests)]
+
+    def begin_stretch() -> None:
+        for req in list(world.running):
+            world.retract(req)
+        world.evict(slots)
+        for prompt in prompts:
+            assert world.arrive(prompt, 1 << 20)
+        mix_up(world)
+        hooks.on_idle(lambda _: None, scheduler)  # none of this is a step
+        rows.copy_(torch.tensor([req.kv.req_pool_idx for req in world.running]))
+        lens.fill_(tokens)
 
     q = torch.randn(requests, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    rows = torch.tensor([req.kv.req_pool_idx for req in world.running], device="cuda")
-    lens = torch.full((requests,), tokens, device="cuda")
+    rows = torch.empty(requests, dtype=torch.int64, device="cuda")
+    lens = torch.empty(requests, dtype=torch.int64, device="cuda")
+    begin_stretch()
 
     def attend() -> None:
         for buffer in pool.kv_buffer:
@@ -360,33 +417,54 @@ def steps(layers: int = 61, requests: int = 32, tokens: int = 4_096, count: int 
     with torch.cuda.graph(graph):
         attend()
 
+    def passes() -> int:
+        state = hooks.of(scheduler).report()
+        if state["refused_because"]:
+            raise RuntimeError(f"compaction was refused: {state['refused_because']}")
+        return state["passes"]
+
+    def next_batch(*_: object, **__: object) -> SimpleNamespace:
+        world.allocate_step()
+        return SimpleNamespace(batch_to_run=world.running)
+
     def step(compacting: bool) -> float:
         begin = _now()
-        if compacting and tier_1.due():
-            tier_1.run_pass()
-        world.step()
+        if compacting:
+            hooks.before_next_batch(next_batch, scheduler, running_batch=None, last_batch=None)
+        else:
+            next_batch()
         lens.add_(1)
         graph.replay()
-        return (_now() - begin) * 1000
+        milliseconds = (_now() - begin) * 1000
+        world.accept_step()
+        return milliseconds
 
-    times: dict[str, list[float]] = {"off": [], "on": []}
-    for _ in range(128):
-        step(compacting=True)  # loads what a pass launches
-    passes = tier_1.report()["passes"]
-    for _ in range(repeats):
-        for name, values in times.items():
-            values.extend(step(name == "on") for _ in range(count))
+    times: dict[str, list[list[float]]] = {"off": [], "on": []}
+    done: list[int] = []
+    for repeat in range(-1, repeats):  # the first, in which all that is launched is loaded, does not count
+        for name in ("off", "on") if repeat % 2 else ("on", "off"):
+            begin_stretch()
+            before = passes()
+            stretch = [step(name == "on") for _ in range(count)]
+            if repeat >= 0:
+                times[name].append(stretch)
+                done += [passes() - before] * (name == "on")
     result = {
         "layers": layers,
         "requests": requests,
         "steps": repeats * count,
-        "passes": tier_1.report()["passes"] - passes,
-        "off": _step_summary(times["off"]),
-        "on": _step_summary(times["on"]),
-        "mean_rise": statistics.mean(times["on"]) / statistics.mean(times["off"]) - 1,
-    }
+        "passes": done,
+        "mean_ms_of_stretches": {name: [statistics.mean(stretch) for stretch in rows] for name, rows in times.items()},
+    } | _compare(*([ms for stretch in rows for ms in stretch] for rows in times.values()))
     print(json.dumps(result), flush=True)
     return result
+
+
+def _compare(off: Sequence[float], on: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Step times of both, and by how much each figure is larger with compaction."""
+    summaries = _step_summary(off), _step_summary(on)
+    rise = {key.removesuffix("_ms"): summaries[1][key] / summaries[0][key] - 1 for key in summaries[0]}
+    return {"off": summaries[0], "on": summaries[1], "rise": rise}
 
 
 def _step_summary(milliseconds: Sequence[float]) -> dict[str, float]:
@@ -433,11 +511,12 @@ def median_ms(call: Callable[[], object], repeats: int = 21) -> float:
     return statistics.median(times[3:])
 
 
-def serve(requests: int = 48, arrivals_per_s: float = 16.0, repeats: int = 2) -> dict:
-    """Poisson traffic with tiers off, 0, 1, and 0 with 1, taking turns; then step times with tier 1 off and on.
+def serve(save: Callable[[dict], None], requests: int = 96, arrivals_per_s: float = 64.0, repeats: int = 4) -> dict:
+    """Poisson traffic, faster than it is served, with tiers off, 0, 1, and 0 with 1; and step times, tier 1 on and off.
 
-    One server has upstream's allocator and one has extents; both have tier 1, and a request stops and starts it. Each
-    turn begins with an empty pool and is measured once that has filled up.
+    One server has upstream's allocator and one has extents; both have tier 1, and a request stops and starts it. All
+    take turns, in an order that is turned round every time; each turn begins with an empty pool and is measured once
+    that has filled up. `save` gets what there is after every round of turns.
     """
     from tools import tiny_model
 
@@ -451,35 +530,54 @@ def serve(requests: int = 48, arrivals_per_s: float = 16.0, repeats: int = 2) ->
         env = {"SGLANG_SM120_KV_COMPACT": "auto", "SGLANG_SM120_KV_EXTENT": extent}
         return stack.enter_context(server.running(model, work / f"extent{extent}.log", flags, env, defaults=()))
 
-    offers: dict[str, list[dict[str, float]]] = {name: [] for name in TIERS}
-    steps: dict[str, list[dict[str, float]]] = {"off": [], "1": []}
+    def traffic(name: str, seed: int) -> dict[str, float]:
+        up = ups[TIERS[name][0]]
+        _set_tier_1(up, TIERS[name][1])
+        offer(up.generate, requests // 3, arrivals_per_s, 100 + seed)
+        before = _compaction_state(up)
+        return offer(up.generate, requests, arrivals_per_s, seed) | _since(before, up)
+
+    def decoding(name: str, seed: int) -> dict[str, float]:
+        up = ups[TIERS[name][0]]
+        _set_tier_1(up, TIERS[name][1])
+        before = _compaction_state(up)
+        return step_times(up, seed) | _since(before, up)
+
+    turns = [("tokens", name, traffic) for name in TIERS] + [("steps", name, decoding) for name in ("off", "1")]
+    rows: dict[str, dict[str, list[dict[str, float]]]] = {"tokens": {}, "steps": {}}
+    result: dict[str, Any] = {}
     with ExitStack() as stack:
         extents = sorted({extent for extent, _ in TIERS.values()})
         with ThreadPoolExecutor(len(extents)) as pool:
             ups = dict(zip(extents, pool.map(start, extents), strict=True))
         print("servers are up", flush=True)
         for seed in range(repeats):
-            for name, results in offers.items():
-                up = ups[TIERS[name][0]]
-                _set_tier_1(up, TIERS[name][1])
-                offer(up.generate, 2 * requests // 3, arrivals_per_s, 100 + seed)
-                before = _compaction_state(up)
-                results.append(offer(up.generate, requests, arrivals_per_s, seed) | _since(before, up))
-                print(json.dumps({"tiers": name} | results[-1]), flush=True)
-        for seed in range(repeats + 1):
-            for name, results in steps.items():
-                up = ups[TIERS[name][0]]
-                _set_tier_1(up, TIERS[name][1])
-                before = _compaction_state(up)
-                results.append(step_times(up, seed) | _since(before, up))
-                print(json.dumps({"steps of": name} | results[-1]), flush=True)
-    return {
-        "requests": requests,
-        "arrivals_per_s": arrivals_per_s,
-        "repeats": repeats,
-        "flags": SERVE_FLAGS,
-        "cases": [{"tiers": name} | _medians(rows) for name, rows in offers.items()],
-        "steps": {name: _medians(rows) for name, rows in steps.items()},
+            for kind, name, turn in turns if seed % 2 else reversed(turns):
+                row = turn(name, seed)
+                rows[kind].setdefault(name, []).append(row)
+                print(json.dumps({kind: name} | row), flush=True)
+            result = {
+                "requests": requests,
+                "arrivals_per_s": arrivals_per_s,
+                "repeats": seed + 1,
+                "flags": SERVE_FLAGS,
+                "cases": [{"tiers": name} | _against_off(rows["tokens"], name, "tokens_per_s") for name in TIERS],
+                "steps": {name: _against_off(rows["steps"], name, "mean_ms") for name in ("off", "1")},
+            }
+            save(result)
+    return result
+
+
+def _against_off(rows: dict[str, list[dict[str, float]]], name: str, key: str) -> dict[str, Any]:
+    """Medians of a variant; of `key` also the spread over the repeats and the ratio to "off" of the same repeat."""
+    mine = [row[key] for row in rows[name]]
+    ratios = [value / off[key] for value, off in zip(mine, rows["off"], strict=True)]
+    return {key: statistics.median(row[key] for row in rows[name]) for key in rows[name][0]} | {
+        "spread": (max(mine) - min(mine)) / statistics.median(mine),
+        "against_off": statistics.median(ratios),
+        "against_off_from": min(ratios),
+        "against_off_to": max(ratios),
+        "repeats": rows[name],
     }
 
 
@@ -497,13 +595,9 @@ def _since(before: dict[str, Any], up: server.Server) -> dict[str, float]:
     """Passes, units moved and host milliseconds of a pass between two states."""
     now = _compaction_state(up)
     if now["refused_because"]:
-        raise SystemExit(f"error: compaction was refused: {now['refused_because']}")
+        raise RuntimeError(f"compaction was refused: {now['refused_because']}")
     passes, units, seconds = (now[key] - before[key] for key in ("passes", "units_moved", "host_seconds"))
     return {"passes": passes, "units_moved": units, "host_ms_a_pass": seconds / passes * 1000 if passes else 0.0}
-
-
-def _medians(rows: list[dict[str, float]]) -> dict[str, Any]:
-    return {key: statistics.median(row[key] for row in rows) for key in rows[0]} | {"repeats": rows}
 
 
 def offer(generate: Callable[..., list[dict]], requests: int, arrivals_per_s: float, seed: int) -> dict[str, float]:
@@ -557,40 +651,6 @@ def _token_times(up: server.Server, prompt: list[int], tokens: int) -> Iterator[
                 yield time.perf_counter()
 
 
-def render(results: dict[str, Any], docs: Path) -> None:
-    """Draw `defrag.png` beside the JSON file: attention by contiguity, and the move by window."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    page_1, page_64, moves = figure.subplots(1, 3, width_ratios=(1, 1, 0.8))
-    cases, tokens = results["kernel"]["cases"], results["kernel"]["tokens"]
-    for batch, q_len in dict.fromkeys((case["requests"], case["q_len"]) for case in cases):
-        rows = [case for case in cases if (case["requests"], case["q_len"]) == (batch, q_len)]
-        for axes, page in ((page_1, 1), (page_64, 64)):
-            at = [row for row in rows if row[f"contiguity_page_{page}"] is not None]
-            scattered = at[0]["gb_per_s"]
-            axes.plot(
-                [row[f"contiguity_page_{page}"] for row in at],
-                [row["gb_per_s"] / scattered for row in at],
-                "o-",
-                label=f"{batch} x {tokens // batch:,} tokens, {q_len} queries: {scattered:,.0f} GB/s",
-            )
-    for axes, page in ((page_1, 1), (page_64, 64)):
-        axes.set(title=f"attention, page size {page}", xlabel="contiguity", ylim=(0.9, 1.1))
-        axes.set_ylabel("bandwidth, against contiguity 0")
-        axes.legend(fontsize=7)
-    windows = results["move"]["cases"]
-    moves.plot([row["window_units"] for row in windows], [row["of_copy_rate"] for row in windows], "s-")
-    moves.set_xscale("log", base=2)
-    moves.set_xticks([row["window_units"] for row in windows], [f"{row['window_units']:,}" for row in windows])
-    moves.axhline(0.7, ls=":", color="grey")
-    moves.set(
-        title="move", xlabel="slots of a window", ylabel="bandwidth, against a device copy", xscale="log", ylim=(0, 1)
-    )
-    figure.suptitle(results["kernel"]["machine"]["gpu"])
-    figure.savefig(docs / "defrag.png", dpi=110)
-
-
 def machine() -> dict[str, str]:
     """What it ran on."""
     from tools import kernels
@@ -605,40 +665,49 @@ def machine() -> dict[str, str]:
 
 
 def main() -> None:
-    """Run a part, or all that this machine can, and merge its results into the file."""
+    """Run parts, or all that this machine can, and merge their results into the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["churn", "map", *GPU_PARTS, "all", "render"])
+    parser.add_argument("part", nargs="+", choices=["churn", "map", *GPU_PARTS, "all", "render"])
     parser.add_argument("--out", type=Path, default=Path("docs/bench/defrag.json"))
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and arguments.part in GPU_PARTS:
-        parser.error(f"{arguments.part} needs a CUDA GPU; churn and map run without")
-    picture = arguments.out.with_name("kv-map.png")
+    wanted = [part for part in arguments.part if part != "render"]
+    if "all" in wanted:
+        wanted = ["churn", "map", *(GPU_PARTS if device == "cuda" else ())]
+    needs_gpu = sorted(set(wanted) & set(GPU_PARTS))
+    if device == "cpu" and needs_gpu:
+        parser.error(f"{' and '.join(needs_gpu)}: needs a CUDA GPU; churn and map run without")
     server.exit_on_sigterm()
-    parts = {
-        "churn": lambda: churn(device),
-        "map": lambda: draw_map(device, picture),
-        "kernel": kernel,
-        "fastpath": fastpath,
-        "move": move,
-        "compaction": compaction,
-        "steps": steps,
+    parts: dict[str, Callable[[Callable[[dict], None]], dict]] = {
+        "churn": lambda _: churn(device),
+        "map": lambda _: draw_map(device, arguments.out.with_name("kv-map.png")),
+        "kernel": lambda _: kernel(),
+        "fastpath": lambda _: fastpath(),
+        "move": lambda _: move(),
+        "compaction": lambda _: compaction(),
+        "steps": lambda _: steps(),
         "serve": serve,
     }
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    if arguments.part == "render":
-        missing = [part for part in ("kernel", "move") if part not in results]
-        if missing:
-            parser.error(f"{arguments.out} has no results of {' and '.join(missing)}: run these parts on a GPU first")
-        render(results, arguments.out.parent)
-        return
-    everything = list(parts) if device == "cuda" else ["churn", "map"]
-    wanted = everything if arguments.part == "all" else [arguments.part]
+    failed = []
     for part in wanted:
-        name = f"{part} on {device}" if part == "churn" else part
-        results[name] = {"machine": machine()} | parts[part]()
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        save = partial(merge, arguments.out, f"{part} on {device}" if part == "churn" else part)
+        try:
+            save(parts[part](save))
+        except Exception:
+            traceback.print_exc()
+            failed.append(part)
+    if "render" in arguments.part:
+        defrag_page.render(arguments.out)
+    if failed:
+        raise SystemExit(f"error: failed: {', '.join(failed)}")
+
+
+def merge(file: Path, name: str, result: dict) -> None:
+    """Put a result into the file, beside what others may have put there meanwhile."""
+    results = json.loads(file.read_text()) if file.exists() else {}
+    results[name] = {"machine": machine()} | result
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,15 +55,16 @@ def prefix_hashes(tokens: list[int], before: int = 0) -> list[int]:
 class Cost:
     """CPU seconds of upstream's allocation and release calls, and how many scheduler steps they served."""
 
-    seconds: float = 0.0
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """by what was called: prefill, cache, check, step, release"""
     steps: int = 0
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
+    def timed(self, what: str) -> Iterator[None]:
         """Add the time of the block."""
         begin = time.thread_time()
         yield
-        self.seconds += time.thread_time() - begin
+        self.seconds[what] += time.thread_time() - begin
 
 
 @dataclass
@@ -127,7 +128,7 @@ class World:
                 tree_core_backend="python",
             )
         )
-        self.count = 0
+        self.count = self.retractions = self.cached_tokens = 0
 
     # -- what happens to requests --
 
@@ -151,24 +152,30 @@ class World:
         req.extend_end = len(tokens)
         batch = self._batch([req], [len(tokens)], req.extend_end - req.prefix_len)
         batch.prefix_lens, batch.extend_lens = [req.prefix_len], [batch.extend_num_tokens]
-        with self.cost.timed():
+        with self.cost.timed("prefill"):
             extents.alloc_for_extend(allocation.alloc_for_extend, batch)
+        self.cached_tokens += req.prefix_len
         self._write(req, req.prefix_len, len(tokens))
-        with self.cost.timed():
+        with self.cost.timed("cache"):
             common.checkpoint_kv_cache(req, self.tree)
         self.running = [*self.running, req]
         return True
 
     def step(self) -> None:
         """One decode or verify step of all running requests, retracting if it must; those that are done finish."""
+        self.allocate_step()
+        self.accept_step()
+
+    def allocate_step(self) -> None:
+        """The first half of a step: slots for all running requests, retracting if it must."""
         self.cost.steps += 1
-        while self.running and not self.allocator.check_decode_capacity(
-            num_tokens=self._step_tokens(), tree_cache=self.tree
-        ):
+        while self.running and not self._has_room():
             self.retract(self.running[-1])
-        if not self.running:
-            return
-        self._alloc_verify() if self.verify_block else self._alloc_decode()
+        if self.running:
+            self._alloc_verify() if self.verify_block else self._alloc_decode()
+
+    def accept_step(self) -> None:
+        """The second half: new tokens; requests that are done finish."""
         for req in self.running:
             before = req.kv.kv_committed_len - (0 if self.verify_block else 1)
             wanted = req.sampling_params.max_new_tokens - len(req.output_ids)
@@ -189,12 +196,13 @@ class World:
         if cached:
             req.finished_reason = FINISH_LENGTH(len(req.output_ids))
         self.allocator.free_group_begin()
-        with self.cost.timed():
+        with self.cost.timed("release"):
             common.release_kv_cache(req, self.tree, checkpoint=cached)
             self.allocator.free_group_end()
 
     def retract(self, req: Any) -> None:
         """Free all that a running request holds outside the prefix cache."""
+        self.retractions += 1
         self.finish(req, cached=False)
 
     def evict(self, tokens: int) -> None:
@@ -211,7 +219,9 @@ class World:
 
         for req in self.running:
             req.beam_group = None
-        arguments = dict.fromkeys(serving.HOLDERS_ELSEWHERE, False) | {"disaggregation_mode": "null", "pp_size": 1}
+        arguments = dict.fromkeys(serving.HOLDERS_ELSEWHERE, False) | {
+            "disaggregation_mode": "null", "pp_size": 1, "tp_size": 1,
+        }  # fmt: skip
         runners = [SimpleNamespace(token_to_kv_pool=pool) for pool in draft_pools]
         return SimpleNamespace(
             server_args=SimpleNamespace(**arguments | flags),
@@ -240,7 +250,7 @@ class World:
         from sglang_sm120.kvdefrag import kv_map
 
         survey = self.survey()
-        return kv_map.owners(survey.owner, len(survey.segments)).tolist()
+        return kv_map.owners(survey.owner, len(survey.lengths)).tolist()
 
     def survey_runs(self) -> Runs:
         """Runs of all running requests' rows, without taking anybody's extents back."""
@@ -281,7 +291,7 @@ class World:
         from sglang_sm120.kvdefrag import extents
 
         batch = self._batch(self.running, [r.kv.kv_allocated_len for r in self.running])
-        with self.cost.timed():
+        with self.cost.timed("step"):
             extents.alloc_for_decode(allocation.alloc_for_decode, batch, 1)
 
     def _verify_lens(self) -> tuple[list[int], list[int], int]:
@@ -301,11 +311,17 @@ class World:
             "cur_kv_lens": now_cpu.to(self.device), "cur_kv_lens_cpu": now_cpu,
             "nxt_kv_lens": then_cpu.to(self.device), "nxt_kv_lens_cpu": then_cpu,
         }  # fmt: skip
-        with self.cost.timed():
+        with self.cost.timed("step"):
             extents.alloc_for_spec_decode(
                 allocation.alloc_for_spec_decode, self.tree, self.rows, reqs=self.running, batch=batch,
                 req_pool_indices=batch.req_pool_indices, num_needed_tokens=needed, **lens,
             )  # fmt: skip
+
+    def _has_room(self) -> bool:
+        """Upstream's check before a step, which evicts what the step will allocate."""
+        tokens = self._step_tokens()
+        with self.cost.timed("check"):
+            return self.allocator.check_decode_capacity(num_tokens=tokens, tree_cache=self.tree)
 
     def _step_tokens(self) -> int:
         if self.verify_block:

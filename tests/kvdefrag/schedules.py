@@ -11,15 +11,22 @@ import torch
 from tools.churn import World, prefix_hashes
 
 
+def scale(page_size: int) -> int:
+    """By how much prompts are longer than at page size 1, so that pages are shared at any size."""
+    return max(page_size // 16, 1)
+
+
 def run(world: World, steps: int, after: Callable[[World], None]) -> None:
     """Arrivals (half of them with a shared prefix), decode or verify, abort, retraction, eviction; `after` each."""
     random = Random(world.seed)
-    shared = [[random.randrange(50) for _ in range(random.randint(1, 40))] for _ in range(3)]
+    longest = 40 * scale(world.page_size)
+    shared = [[random.randrange(50) for _ in range(random.randint(1, longest))] for _ in range(3)]
     for _ in range(steps):
         event = random.random()
         if event < 0.35:
             prefix = random.choice(shared) if random.random() < 0.5 else []
-            world.arrive(prefix + [random.randrange(50) for _ in range(random.randint(2, 40))], random.randint(1, 40))
+            prompt = prefix + [random.randrange(50) for _ in range(random.randint(2, longest))]
+            world.arrive(prompt, random.randint(1, 40))
         elif event < 0.4 and world.running:
             world.finish(random.choice(world.running), cached=random.random() < 0.5)
         elif event < 0.44 and world.running:

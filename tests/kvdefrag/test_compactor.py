@@ -23,7 +23,8 @@ class Fault(Exception):
 
 def new_world(page: int, extent: int, block: int, seed: int) -> World:
     size = 240 if page == 1 else 40 * page
-    return World(size, page, max_requests=5, max_context=160, verify_block=block, extent_tokens=extent, seed=seed)
+    context = 160 * schedules.scale(page)
+    return World(size, page, max_requests=5, max_context=context, verify_block=block, extent_tokens=extent, seed=seed)
 
 
 def compact_and_check(world: World) -> int:
@@ -46,23 +47,32 @@ def test_random_schedules_compacted_after_every_step(seed, page, extent, block):
     schedules.run(new_world(page, extent, block, seed), 25, compact_and_check)
 
 
-def test_compaction_does_something_in_those_schedules():
-    closed = []
-    for seed in range(10):
-        schedules.run(new_world(1, 0, 0, seed), 25, lambda world: closed.append(compact_and_check(world)))
-    assert sum(c > 0 for c in closed) > 20
+POOLS = pytest.mark.parametrize(("page", "extent"), [(1, 0), (1, 16), (64, 0)])
 
 
+@POOLS
+@pytest.mark.parametrize("block", [0, 5])
+def test_those_schedules_compact_retract_and_hit_the_prefix_cache(page, extent, block):
+    closed, retracted, hits = [], 0, 0
+    for seed in range(20):
+        world = new_world(page, extent, block, seed)
+        schedules.run(world, 25, lambda world: closed.append(compact_and_check(world)))
+        retracted, hits = retracted + world.retractions, hits + world.cached_tokens
+    assert sum(c > 0 for c in closed) > 10 and retracted > 5 and hits > 0
+
+
+@POOLS
 @pytest.mark.parametrize("left_out", ["_rewrite_rows", "_rewrite_tree", "_rewrite_free_list"])
-def test_each_rewrite_left_out_is_caught(left_out, monkeypatch):
+def test_each_rewrite_left_out_is_caught(left_out, page, extent, monkeypatch):
     monkeypatch.setattr(compactor, left_out, lambda *_: lambda: None)
     with pytest.raises((AssertionError, RuntimeError)):
         for seed in range(20):
-            schedules.run(new_world(1, 0, 0, seed), 25, compact_and_check)
+            schedules.run(new_world(page, extent, 0, seed), 25, compact_and_check)
 
 
+@POOLS
 @pytest.mark.parametrize("forgotten", [0, 1])
-def test_a_pool_left_out_is_caught(forgotten, monkeypatch):
+def test_a_pool_left_out_is_caught(forgotten, page, extent, monkeypatch):
     stages = compactor._move_stages
     monkeypatch.setattr(
         compactor,
@@ -71,7 +81,7 @@ def test_a_pool_left_out_is_caught(forgotten, monkeypatch):
     )
     with pytest.raises(AssertionError, match="KV"):
         for seed in range(20):
-            schedules.run(new_world(1, 0, 0, seed), 25, compact_and_check)
+            schedules.run(new_world(page, extent, 0, seed), 25, compact_and_check)
 
 
 def state(world: World) -> list:
@@ -95,7 +105,7 @@ def fragmented(page: int, extent: int, block: int) -> World:
 
 
 @pytest.mark.parametrize("block", [0, 5])
-@pytest.mark.parametrize(("page", "extent"), [(1, 0), (1, 3), (4, 0)])
+@pytest.mark.parametrize(("page", "extent"), [(1, 0), (1, 3), (4, 0), (64, 0)])
 def test_a_fault_at_any_stage_rolls_back(page, extent, block):
     stages: list[str] = []
     assert fragmented(page, extent, block).compact(WINDOW, 3 * WINDOW, stages.append)

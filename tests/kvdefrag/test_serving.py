@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from sglang_sm120.kvdefrag import compactor, serving
 from sglang_sm120.kvdefrag.settings import Settings, When
 
@@ -28,17 +31,72 @@ def defragmenter(world: World, when: When, **options) -> serving.Defragmenter:
 def test_auto_looks_now_and_then_and_compacts_below_the_threshold():
     world = scattered()
     auto = defragmenter(world, When.AUTO)
-    steps = [auto.due() for _ in range(serving.STEPS_BETWEEN_PASSES)]
-    assert steps == [False] * (serving.STEPS_BETWEEN_PASSES - 1) + [True]
+    assert looks(auto, serving.STEPS_BETWEEN_PASSES) == [False] * serving.STEPS_BETWEEN_PASSES and auto.due()
     before = schedules.kv_digests(world)
     assert auto.run_pass()
     assert schedules.kv_digests(world) == before
     schedules.check(world)
     assert auto.report()["contiguity"] > 0.9 and auto.report()["passes"] == 1
-    assert not any(auto.due() for _ in range(serving.STEPS_BETWEEN_PASSES)), "it is above the threshold now"
+    assert not any(looks(auto, 10 * serving.STEPS_BETWEEN_PASSES)), "it is above the threshold now"
 
 
-def test_idle_compacts_to_the_end_and_then_rests():
+def looks(tier_1: serving.Defragmenter, steps: int) -> list[bool]:
+    """Before each of so many steps: whether a pass is due."""
+    due = []
+    for _ in range(steps):
+        due.append(tier_1.due())
+        tier_1.count_step()
+    return due
+
+
+def test_the_mean_step_grows_by_less_than_5_percent_however_long_a_pass_takes(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(serving.time, "perf_counter", lambda: now)
+    for step_s, pass_s in ((0.0025, 0.007), (0.0025, 0.1), (0.03, 0.007)):
+        pace = serving.Pace()
+        for _ in range(2 * serving.STEPS_BETWEEN_PASSES):
+            now += step_s
+            pace.step()
+        steps = pace.steps_for(pass_s)
+        assert steps >= serving.STEPS_BETWEEN_PASSES > 100, "less than a step in a hundred"
+        assert (pass_s + step_s) / (steps * step_s) < 0.05
+        pace.wait(steps)
+        for _ in range(steps):
+            assert not pace.allows_a_look()
+            pace.step()
+        assert pace.allows_a_look()
+
+
+def test_idle_time_is_no_part_of_a_step(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(serving.time, "perf_counter", lambda: now)
+    pace = serving.Pace()
+    for idle_s in (0.0, 100.0):
+        for _ in range(50):
+            now += 0.01
+            pace.step()
+        pace.pause()
+        now += idle_s
+    assert pace.steps_for(1.0) == pytest.approx(101 / serving.PASS_SHARE, abs=1)
+
+
+@pytest.mark.parametrize(("theirs", "refused"), [((900, 0), None), ((1, 1), "a pass failed on another rank")])
+def test_ranks_wait_as_long_as_the_slowest_and_stop_together(theirs, refused, monkeypatch):
+    def other_rank(answers, op, group):
+        assert op is torch.distributed.ReduceOp.MAX and group == "ranks"
+        torch.maximum(answers, torch.tensor(theirs), out=answers)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", other_rank)
+    world = scattered()
+    served = world.scheduler(world.pools[1:], tp_size=2)
+    served.tp_cpu_group = "ranks"
+    tier_1 = serving.Defragmenter(served, Settings(compact=When.AUTO, compact_ms=1000))
+    assert tier_1.run_pass() == (refused is None) and tier_1.report()["refused_because"] == refused
+    assert not any(looks(tier_1, 899))
+    schedules.check(world)
+
+
+def test_idle_compacts_to_the_end_and_then_rests(monkeypatch):
     world = scattered()
     idle = defragmenter(world, When.IDLE)
     assert not idle.due(), "idle mode leaves a serving scheduler alone"
@@ -46,6 +104,14 @@ def test_idle_compacts_to_the_end_and_then_rests():
         idle.when_idle()
     passes = idle.report()["passes"]
     assert passes >= 1 and compactor.plan(world.survey(), serving.WINDOW_UNITS, 1 << 20) is None
+    surveys = []
+    monkeypatch.setattr(compactor.Survey, "take", surveys.append)
+    for _ in range(3):  # as the event loop does while there is no batch
+        assert not idle.due()
+        idle.when_idle()
+    assert not surveys, "an idle server has nothing left to look for"
+    monkeypatch.undo()
+    idle.count_step()
     idle.when_idle()
     assert idle.report()["passes"] == passes
 
@@ -62,7 +128,7 @@ def test_asking_compacts_at_the_next_step_until_nothing_gains():
 def test_asking_to_stop_stops_every_mode_until_asked_to_start(when):
     stopped = defragmenter(scattered(), when)
     assert stopped.ask(False)
-    assert not any(stopped.due() for _ in range(2 * serving.STEPS_BETWEEN_PASSES))
+    assert not any(looks(stopped, 2 * serving.STEPS_BETWEEN_PASSES))
     stopped.when_idle()
     assert stopped.report()["passes"] == 0
     assert stopped.ask(True) and stopped.due()
@@ -81,9 +147,10 @@ def test_the_queued_result_is_processed_before_and_forgotten_after():
     def next_batch(_scheduler, running_batch, last_batch):
         order.append((running_batch, last_batch))
         assert served.last_batch == "last", "upstream's own step still sees the last batch"
-        return "plan"
+        return plan
 
-    assert hooks.before_next_batch(next_batch, served, running_batch="running", last_batch="last") == "plan"
+    plan = SimpleNamespace(batch_to_run="batch")
+    assert hooks.before_next_batch(next_batch, served, running_batch="running", last_batch="last") is plan
     assert order == [("batch", "result"), ("running", "last")]
     assert served.last_batch is None and not served.result_queue
 

@@ -91,15 +91,18 @@ class Holders:
 
 @dataclass
 class Survey:
-    """Owners at one moment. A segment is one tree value or one request's private tail, as unit ids in token order."""
+    """Owners at one moment. A segment is one tree value or one request's private tail, its units in token order."""
 
     holders: Holders
     nodes: list[Any]
     free: torch.Tensor
     """`[n]` int64: the free units, in no order."""
-    segments: Sequence[torch.Tensor]
+    held: torch.Tensor
+    """`[m]` int64: the units of all segments, one after the other."""
+    lengths: list[int]
+    """Units of each segment."""
     owner: torch.Tensor
-    """`[units + 1]` int64: segment of each unit; `len(segments)` where it is free."""
+    """`[units + 1]` int64: segment of each unit; `len(lengths)` where it is free."""
     position: torch.Tensor
     """`[units + 1]` int64: the unit's place in its segment."""
 
@@ -108,7 +111,9 @@ class Survey:
         """Survey the pool. RuntimeError if a unit has two owners or none: then somebody unknown holds ids."""
         page, units = holders.page_size, holders.allocator.size // holders.page_size
         nodes, table = holders.nodes(), holders.req_to_token
-        cached = [node.component_data[FULL].value[::page] for node in nodes]
+        cached = [node.component_data[FULL].value for node in nodes]
+        if page > 1:
+            cached = [slots[::page] for slots in cached]
         private = [
             table[kv.req_pool_idx, kv.cache_protected_len : holders.row_length(kv) : page] for kv in holders.requests
         ]
@@ -122,12 +127,13 @@ class Survey:
             owner[held] = torch.repeat_interleave(counts, output_size=len(held))
             before = counts.cumsum(0) - counts
             position[held] = torch.arange(len(held), device=table.device) - before[owner[held]]
-        survey = cls(holders, nodes, holders.free_units().long(), held.split(lens), owner, position)
-        survey._check(len(held))
+        survey = cls(holders, nodes, holders.free_units().long(), held, lens, owner, position)
+        survey._check()
         return survey
 
-    def _check(self, held: int) -> None:
-        free, units, is_held = self.free, len(self.owner) - 1, self.owner < len(self.segments)
+    def _check(self) -> None:
+        free, held, units = self.free, len(self.held), len(self.owner) - 1
+        is_held = self.owner < len(self.lengths)
         held_once, free_and_used = torch.stack([is_held[1:].sum(), is_held[free].sum()]).tolist()
         used_twice = held - held_once
         if used_twice or free_and_used or held + len(free) != units:
@@ -141,12 +147,14 @@ class Survey:
 class Plan:
     """Permutations of units, one after the other: in each, what lies at `src[i]` goes to `dst[i]`.
 
-    One is `[n]` int64, or `[m, n]` where each row is a permutation of places that no other row touches.
+    One is `[n]` int64, or `[m, n]` where each row is a permutation of places that no other row touches; -1 in both
+    where a unit stays.
     """
 
     chunks: list[tuple[torch.Tensor, torch.Tensor]]
     new_unit: torch.Tensor
     """`[units + 1]` int64: where each unit's content is in the end."""
+    units_moved: int
     gaps_closed: int
 
     def moved(self, by_unit: torch.Tensor) -> torch.Tensor:
@@ -169,22 +177,22 @@ def plan(survey: Survey, window: int, budget_units: int, units_per_gap: int = UN
     _sort_windows(layout, min(window, layout.units), budget_units, units_per_gap)
     if not layout.chunks:
         _gather_segments(layout, min(window, layout.units), budget_units, units_per_gap)
-    return Plan(layout.chunks, layout.at, layout.gaps_closed) if layout.chunks else None
+    return Plan(layout.chunks, layout.at, layout.units_moved, layout.gaps_closed) if layout.chunks else None
 
 
 class Layout:
     """The pool as it will be once the chunks so far are moved."""
 
     def __init__(self, survey: Survey) -> None:
-        self.segments = survey.segments
+        self.survey = survey
         self.units = len(survey.owner) - 1
-        self.free_key = len(survey.segments) * (self.units + 1)
+        self.free_key = len(survey.lengths) * (self.units + 1)
         self.key = survey.owner * (self.units + 1) + survey.position
         """`[units + 1]` int64: grows by one from a unit to the one that follows it in its segment"""
         self.at = torch.arange(self.units + 1, device=self.key.device)
         """`[units + 1]` int64: where the unit of the survey is now"""
         self.chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.gaps_closed = 0
+        self.units_moved = self.gaps_closed = 0
 
     def gaps(self, key: torch.Tensor) -> torch.Tensor:
         """Bool, one shorter than `key [..., n]`: whether a run ends there, but for places between two free units."""
@@ -197,13 +205,15 @@ class Layout:
         key[dst] = self.key[src]
         return key
 
-    def add(self, src: torch.Tensor, dst: torch.Tensor, gaps_closed: int) -> None:
+    def add(self, src: torch.Tensor, dst: torch.Tensor, units_moved: int, gaps_closed: int) -> None:
         """Take a chunk into the plan."""
         self.key = self.permuted(src, dst)
         moved = torch.arange(self.units + 1, device=self.key.device)
         moved[src] = dst
         self.at = moved[self.at]
-        self.chunks.append((src, dst))
+        stays = src == dst
+        self.chunks.append((src.masked_fill(stays, -1), dst.masked_fill(stays, -1)))
+        self.units_moved += units_moved
         self.gaps_closed += gaps_closed
 
 
@@ -219,17 +229,22 @@ def _sort_windows(layout: Layout, window: int, budget_units: int, units_per_gap:
             best = gain, ids, order
     assert best is not None
     gain, ids, order = best
-    gains, chosen = gain.sort(descending=True, stable=True)
-    gains = gains[: max(budget_units // window, 1)]
-    worth_it = gains[(gains > 0) & (gains * units_per_gap >= window)].tolist()
+    chosen = gain.argsort(descending=True, stable=True)[: max(budget_units // window, 1)]
+    dst, src = ids[chosen], ids[chosen].gather(1, order[chosen])
+    worth_it = [
+        (moved, gaps)
+        for moved, gaps in torch.stack([(src != dst).sum(1), gain[chosen]], 1).tolist()
+        if gaps > 0 and gaps * units_per_gap >= window
+    ]
     if worth_it:
-        chosen = chosen[: len(worth_it)]
-        layout.add(ids[chosen].gather(1, order[chosen]), ids[chosen], sum(worth_it))
+        count = len(worth_it)
+        layout.add(src[:count], dst[:count], sum(moved for moved, _ in worth_it), sum(gaps for _, gaps in worth_it))
 
 
 def _gather_segments(layout: Layout, window: int, budget_units: int, units_per_gap: int) -> None:
     """Bring a scattered piece of a segment to one place; what lies there goes, in order, where the piece was."""
-    pieces = [piece for segment in layout.segments for piece in segment.split(window) if len(piece) > 1]
+    segments = layout.survey.held.split(layout.survey.lengths)
+    pieces = [piece for segment in segments for piece in segment.split(window) if len(piece) > 1]
     if not pieces:
         return
     runs = census.run_counts(pieces, layout.key.device)
@@ -237,9 +252,10 @@ def _gather_segments(layout: Layout, window: int, budget_units: int, units_per_g
     for index in runs.argsort(descending=True, stable=True)[:most].tolist():
         piece = layout.at[pieces[index]]
         src, dst = _exchange(layout, piece)
-        gained = int(layout.gaps(layout.key).sum() - layout.gaps(layout.permuted(src, dst)).sum())
-        if gained > 0 and gained * units_per_gap >= len(src):
-            layout.add(src, dst, gained)
+        gained = layout.gaps(layout.key).sum() - layout.gaps(layout.permuted(src, dst)).sum()
+        moved, gaps = torch.stack([(src != dst).sum(), gained]).tolist()
+        if gaps > 0 and gaps * units_per_gap >= len(src):
+            layout.add(src, dst, moved, gaps)
 
 
 def _exchange(layout: Layout, piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,44 +277,43 @@ def _exchange(layout: Layout, piece: torch.Tensor) -> tuple[torch.Tensor, torch.
     return src, dst
 
 
+Launch = Callable[[torch.Tensor, torch.Tensor], None]
+
+
 class Pool:
     """One KV pool: buffers `[slots, ...]`, one or two a layer, that are indexed by the allocator's slot ids."""
 
+    unit_bytes: int
+    """Bytes of one unit over all layers."""
+    launches: list[Launch]
+    """Functions that together move units `src` to `dst`, as if all were read before any is written; -1 is no unit."""
+
     def __init__(self, buffers: Sequence[torch.Tensor], page_size: int) -> None:
-        self._buffers = list(buffers)
-        self._page_size = page_size
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of one unit over all layers."""
-        return sum(self._bytes(b) for b in self._buffers)
-
-    def launches(self) -> list[Callable[[torch.Tensor, torch.Tensor], None]]:
-        """Functions that together move units `src` to `dst`, each as if it read all before it wrote any."""
-        if not self._buffers[0].is_cuda:
-            return [partial(_move_by_torch, self._pages(b)) for b in self._buffers]
-        pointers: dict[int, list[int]] = {}
-        for buffer in self._buffers:
-            pointers.setdefault(self._bytes(buffer), []).append(buffer.data_ptr())
-        device = self._buffers[0].device
-        return [partial(_move_by_kernel, torch.tensor(p, device=device), size) for size, p in pointers.items()]
-
-    def _bytes(self, buffer: torch.Tensor) -> int:
-        return buffer[0].numel() * buffer.element_size() * self._page_size
-
-    def _pages(self, buffer: torch.Tensor) -> torch.Tensor:
-        whole = len(buffer) // self._page_size
-        return buffer[: whole * self._page_size].view(whole, self._page_size, *buffer.shape[1:])
+        by_size: dict[int, list[torch.Tensor]] = {}
+        for buffer in buffers:
+            by_size.setdefault(buffer[0].numel() * buffer.element_size() * page_size, []).append(buffer)
+        self.unit_bytes = sum(size * len(alike) for size, alike in by_size.items())
+        if buffers[0].is_cuda:
+            self.launches = [_kernel_launch(alike, size) for size, alike in by_size.items()]
+        else:
+            self.launches = [partial(_move_by_torch, _pages(buffer, page_size)) for buffer in buffers]
 
 
-def _move_by_kernel(pointers: torch.Tensor, unit_bytes: int, src: torch.Tensor, dst: torch.Tensor) -> None:
+def _kernel_launch(buffers: Sequence[torch.Tensor], unit_bytes: int) -> Launch:
     from sglang_sm120 import ops
 
-    ops.move_kv(pointers, unit_bytes, src, torch.where(src == dst, -1, dst))
+    pointers = torch.tensor([buffer.data_ptr() for buffer in buffers], device=buffers[0].device)
+    return partial(ops.move_kv, pointers, unit_bytes)
+
+
+def _pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
+    whole = len(buffer) // page_size
+    return buffer[: whole * page_size].view(whole, page_size, *buffer.shape[1:])
 
 
 def _move_by_torch(pages: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    pages[dst] = pages[src]
+    moves = dst >= 0
+    pages[dst[moves]] = pages[src[moves]]
 
 
 def commit(
@@ -326,7 +341,7 @@ def commit(
 
 def _move_stages(moves: Plan, pools: Sequence[Pool]) -> Iterator[tuple[str, Callable, torch.Tensor, torch.Tensor]]:
     for number, pool in enumerate(pools):
-        for part, launch in enumerate(pool.launches()):
+        for part, launch in enumerate(pool.launches):
             for chunk, (src, dst) in enumerate(moves.chunks):
                 yield f"pool {number} part {part} chunk {chunk}", launch, src, dst
 

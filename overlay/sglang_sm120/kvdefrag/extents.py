@@ -156,7 +156,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         if count > self._unreserved():
             self.trim()
         if count > self.free_pages.numel() or self._staged_tokens > max(self.free_pages.numel(), self.size // 8):
-            slots = torch.cat([self.free_pages, *self._staged]).sort().values
+            slots = torch.cat([self.free_pages, *self._staged]).sort(stable=True).values  # the quicker one on a CPU
             self.free_pages, self._staged, self._staged_tokens = order_runs(slots, count, self._tally), [], 0
         taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
         return taken
@@ -368,7 +368,7 @@ def order_runs(slots: torch.Tensor, need: int, tally: torch.Tensor) -> torch.Ten
     run = slots - torch.arange(slots.numel(), device=slots.device)  # the same within a run, and in no other
     length = tally.scatter_add_(0, run, torch.ones_like(run)).index_select(0, run)
     tally.index_fill_(0, run, 0)
-    fit = torch.where(length < need, tally.numel() - length, length - tally.numel())
+    fit = torch.where(length < need, -length, length - 2 * tally.numel())
     return slots.index_select(0, fit.argsort(stable=True))
 
 

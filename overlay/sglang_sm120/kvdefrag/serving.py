@@ -9,6 +9,7 @@ event loop    | ingest | next batch | launch forward n | process result n-1 | in
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,12 @@ WINDOW_UNITS = 1536
 """Up to twice as many move in one launch, which then still copies 32 bytes at a time."""
 BLOCK_UNITS = 64
 """Of the partial blocks in the census."""
-STEPS_BETWEEN_PASSES = 64
-"""Scheduler steps from one look at contiguity to the next while serving; eight times as many after a look in vain."""
+STEPS_BETWEEN_PASSES = 256
+"""Scheduler steps from one look at contiguity to the next while serving, at least: 199 steps of 200 carry no pass.
+Eight times as many after a pass that found nothing to gain."""
+PASS_SHARE = 0.03
+"""Of the time of the steps from one pass to the next that a pass may take, so that the mean step grows by less than 5%.
+The pass counts as long as it took, and one step longer: draining gives up the overlap of one."""
 CPU_MOVE_BYTES_PER_S = 2e9
 GPU_MOVE_FRACTION = 0.5
 """Of the memory clock's rate: what one pass assumes to reach when it turns milliseconds into units."""
@@ -56,13 +61,15 @@ class Hooks:
     ) -> Any:
         """Around `get_next_batch_to_run`."""
         defragmenter = self.of(scheduler)
-        if not defragmenter.due():
-            return original(scheduler, running_batch=running_batch, last_batch=last_batch)
-        drained = defragmenter.drain()
-        defragmenter.run_pass()
+        drained = False
+        if defragmenter.due():
+            drained = defragmenter.drain()
+            defragmenter.run_pass()
         plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
         if drained:
             scheduler.last_batch = None  # the overlap loop must not look for a result that is processed already
+        if plan.batch_to_run:
+            defragmenter.count_step()
         return plan
 
     def on_idle(self, original: Callable[..., Any], scheduler: Scheduler) -> Any:
@@ -84,6 +91,42 @@ class Hooks:
         return result
 
 
+class Pace:
+    """How many steps lie between two passes while serving, by the seconds that steps and passes take."""
+
+    def __init__(self) -> None:
+        self._left = STEPS_BETWEEN_PASSES
+        self._seconds = 0.0
+        self._steps = 0
+        self._last: float | None = None
+
+    def step(self) -> None:
+        """A step begins."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._seconds += now - self._last
+            self._steps += 1
+        self._last = now
+        self._left -= 1
+
+    def pause(self) -> None:
+        """What comes now, idle time or a pass, is no part of a step."""
+        self._last = None
+
+    def allows_a_look(self) -> bool:
+        """Whether enough steps have passed."""
+        return self._left <= 0
+
+    def wait(self, steps: int) -> None:
+        """Let so many steps pass before the next look, and measure them anew."""
+        self._left, self._seconds, self._steps, self._last = steps, 0.0, 0, None
+
+    def steps_for(self, pass_seconds: float) -> int:
+        """Steps of which a pass as long as this, and the drained step, is `PASS_SHARE`."""
+        steps_of_pass = pass_seconds * self._steps / self._seconds if self._seconds else 0.0
+        return max(STEPS_BETWEEN_PASSES, math.ceil((1 + steps_of_pass) / PASS_SHARE))
+
+
 class Defragmenter:
     """Runs passes of compaction for one scheduler."""
 
@@ -92,7 +135,7 @@ class Defragmenter:
         self._settings = settings
         self._refusal = refusal(scheduler)
         self._asked = self._stopped = False
-        self._steps_to_next_look = STEPS_BETWEEN_PASSES
+        self._pace = Pace()
         self._idle_done = False
         self._in_series = False
         self._before = self._after = torch.empty(0, dtype=torch.int64)
@@ -126,19 +169,23 @@ class Defragmenter:
         """Whether a pass should run before the next batch."""
         if self._refusal or self._stopped:
             return False
-        self._idle_done = False
         if self._asked or self._settings.compact is When.EVERY_STEP:
             return True
-        if self._settings.compact is not When.AUTO:
+        if self._settings.compact is not When.AUTO or not self._pace.allows_a_look():
             return False
-        self._steps_to_next_look -= 1
-        if self._steps_to_next_look > 0:
-            return False
-        self._steps_to_next_look = STEPS_BETWEEN_PASSES
-        return self._contiguity() < self._settings.compact_below
+        if self._contiguity() < self._settings.compact_below:
+            return True
+        self._pace.wait(STEPS_BETWEEN_PASSES)
+        return False
+
+    def count_step(self) -> None:
+        """A batch is about to run."""
+        self._idle_done = False
+        self._pace.step()
 
     def when_idle(self) -> None:
         """Compact until nothing is left to gain; upstream calls this again and again, with time to poll in between."""
+        self._pace.pause()
         wanted = self._asked or self._settings.compact in (When.IDLE, When.AUTO)
         if self._refusal or self._stopped or self._idle_done or not wanted or not self._scheduler.is_fully_idle():
             return
@@ -159,41 +206,63 @@ class Defragmenter:
         temporary = self._holds_unknown_ids()
         if temporary:
             logger.info("KV compaction waits: %s", temporary)
+            self._pace.wait(STEPS_BETWEEN_PASSES)
             return False
         self._wait_for_gpu()
         begin = time.perf_counter()
+        done: tuple[compactor.Survey, compactor.Plan] | None = None
         try:
             survey = compactor.Survey.take(self._holders())
             moves = compactor.plan(survey, WINDOW_UNITS, self._budget_units, self._units_per_gap)
             if moves is not None:
                 compactor.commit(survey, moves, self._pools)
+                done = survey, moves
         except Exception as error:
             self._refusal = f"a pass failed and was undone: {error}"
             logger.exception("KV compaction is off from now on")
+        seconds = time.perf_counter() - begin
+        # The GPU goes on moving after that, for what the budget allows at most.
+        steps = self._agree(self._pace.steps_for(seconds + self._settings.compact_ms / 1000))
+        if self._refusal:
             return False
-        self._let_gpu_go_on()
-        if moves is None:
-            self._asked = False
-            self._steps_to_next_look = 8 * STEPS_BETWEEN_PASSES
-            if self._in_series:
-                self._in_series = False
-                metrics.publish(self._census())
-            return False
-        self._account(survey, moves, time.perf_counter() - begin)
-        return True
+        self._pace.wait(steps if done else 8 * STEPS_BETWEEN_PASSES)
+        if done:
+            self._account(*done, seconds)
+        else:
+            self._end_series()
+        return done is not None
+
+    def _agree(self, steps: int) -> int:
+        """The most steps that a rank asks to wait, and no more passes anywhere once one has failed on any.
+
+        Ranks that do not move the same KV in the same step would soon differ in what they evict.
+        """
+        if self._scheduler.server_args.tp_size > 1:
+            answers = torch.tensor([steps, bool(self._refusal)])
+            torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MAX, self._scheduler.tp_cpu_group)
+            steps, failed = answers.tolist()
+            if failed and not self._refusal:
+                self._refusal = "a pass failed on another rank"
+                logger.error("KV compaction is off from now on: %s", self._refusal)
+        return steps
 
     def _account(self, survey: compactor.Survey, moves: compactor.Plan, seconds: float) -> None:
-        segments = len(survey.segments)
+        segments = len(survey.lengths)
         if not self._in_series:
             self._before = kv_map.owners(survey.owner, segments)
         self._in_series = True
         self._after = kv_map.owners(moves.moved(survey.owner), segments)
         self._passes += 1
-        units = sum(src.numel() for src, _ in moves.chunks)
-        self._units_moved += units
+        self._units_moved += moves.units_moved
         self._gaps_closed += moves.gaps_closed
         self._host_seconds += seconds
-        metrics.count_pass(units, seconds)
+        metrics.count_pass(moves.units_moved, seconds)
+
+    def _end_series(self) -> None:
+        self._asked = False
+        if self._in_series:
+            self._in_series = False
+            metrics.publish(self._census())
 
     def _holders(self) -> compactor.Holders:
         scheduler = self._scheduler
