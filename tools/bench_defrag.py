@@ -8,7 +8,8 @@
     compaction   what whole passes cost, and how fast they move KV (needs a CUDA GPU)
     steps        decode step times while compacting and not (needs a CUDA GPU)
     serve        tokens a second with tiers off, 0, 1, and 0 with 1 (needs a CUDA GPU)
-    render       defrag.md and defrag.png beside the file, of the parts that it has
+    render       defrag.md and defrag.png beside the file, of the parts that it has (after `--add`, with those of
+                 another file)
 
 Every comparison is of medians within one run; results are merged into the JSON file under the name of the part. A part
 that fails costs only itself. CUDA_VISIBLE_DEVICES picks the GPU.
@@ -669,7 +670,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="+", choices=["churn", "map", *GPU_PARTS, "all", "render"])
     parser.add_argument("--out", type=Path, default=Path("docs/bench/defrag.json"))
+    parser.add_argument("--add", type=Path, help="results of another run, to take over the parts that it has")
     arguments = parser.parse_args()
+    if arguments.add:
+        write(arguments.out, json.loads(arguments.add.read_text()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wanted = [part for part in arguments.part if part != "render"]
     if "all" in wanted:
@@ -690,24 +694,30 @@ def main() -> None:
     }
     failed = []
     for part in wanted:
-        save = partial(merge, arguments.out, f"{part} on {device}" if part == "churn" else part)
+        save = partial(keep, arguments.out, f"{part} on {device}" if part == "churn" else part)
         try:
             save(parts[part](save))
         except Exception:
             traceback.print_exc()
             failed.append(part)
+        if device == "cuda":
+            torch.cuda.empty_cache()  # the servers of another part need it
     if "render" in arguments.part:
         defrag_page.render(arguments.out)
     if failed:
         raise SystemExit(f"error: failed: {', '.join(failed)}")
 
 
-def merge(file: Path, name: str, result: dict) -> None:
-    """Put a result into the file, beside what others may have put there meanwhile."""
+def keep(file: Path, name: str, result: dict) -> None:
+    """Write down the result of a part, and what it ran on."""
+    write(file, {name: {"machine": machine()} | result})
+
+
+def write(file: Path, parts: dict[str, dict]) -> None:
+    """Put parts into the file, beside what others may have put there meanwhile."""
     results = json.loads(file.read_text()) if file.exists() else {}
-    results[name] = {"machine": machine()} | result
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=1) + "\n")
+    file.write_text(json.dumps(results | parts, indent=1) + "\n")
 
 
 if __name__ == "__main__":
