@@ -57,7 +57,7 @@ def check(world: World) -> None:
         assert torch.equal(row[: len(prefix)].long(), prefix), f"row and tree of request {req.rid} differ"
         assert_kv(world, row[: req.kv.kv_committed_len].long(), world.expected(req, 0, req.kv.kv_committed_len))
     for tokens, slots in tree_paths(world):
-        assert_kv(world, slots, torch.tensor(prefix_hashes(tokens), dtype=torch.float32))
+        assert_kv(world, slots, torch.tensor(prefix_hashes(tokens), dtype=torch.float32, device=slots.device))
 
 
 def assert_kv(world: World, slots: torch.Tensor, hashes: torch.Tensor) -> None:
@@ -89,6 +89,6 @@ def kv_digests(world: World) -> dict[str, str]:
         slots = world.rows.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len].long()
         digest = hashlib.sha256()
         for _, buffer in world.buffers():
-            digest.update(buffer[slots].numpy().tobytes())
+            digest.update(buffer[slots].cpu().numpy().tobytes())
         digests[req.rid] = digest.hexdigest()
     return digests

@@ -124,6 +124,19 @@ def test_asking_compacts_at_the_next_step_until_nothing_gains():
     assert not asked.due()
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_look_in_vain_is_repeated_late_unless_it_was_asked_for(asked):
+    world = scattered()
+    auto = defragmenter(world, When.AUTO, compact_below=1.0)
+    while auto.run_pass():
+        pass
+    if asked:
+        auto.ask(True)
+        assert auto.due() and not auto.run_pass()
+    vain = serving.STEPS_BETWEEN_PASSES if asked else 8 * serving.STEPS_BETWEEN_PASSES
+    assert not any(looks(auto, vain)) and auto.due()
+
+
 @pytest.mark.parametrize("when", [When.IDLE, When.AUTO, When.EVERY_STEP])
 def test_asking_to_stop_stops_every_mode_until_asked_to_start(when):
     stopped = defragmenter(scattered(), when)

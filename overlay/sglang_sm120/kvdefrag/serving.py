@@ -34,7 +34,7 @@ BLOCK_UNITS = 64
 """Of the partial blocks in the census."""
 STEPS_BETWEEN_PASSES = 256
 """Scheduler steps from one look at contiguity to the next while serving, at least: 199 steps of 200 carry no pass.
-Eight times as many after a pass that found nothing to gain."""
+Eight times as many after a look in vain."""
 PASS_SHARE = 0.03
 """Of the time of the steps from one pass to the next that a pass may take, so that the mean step grows by less than 5%.
 The pass counts as long as it took, and one step longer: draining gives up the overlap of one."""
@@ -225,7 +225,8 @@ class Defragmenter:
         steps = self._agree(self._pace.steps_for(seconds + self._settings.compact_ms / 1000))
         if self._refusal:
             return False
-        self._pace.wait(steps if done else 8 * STEPS_BETWEEN_PASSES)
+        in_vain = done is None and not self._asked  # then what is scattered now is likely to stay
+        self._pace.wait(8 * steps if in_vain else steps)
         if done:
             self._account(*done, seconds)
         else:
