@@ -157,12 +157,14 @@ def run(plan: Plan, out: Path) -> int:
     deadline = time.monotonic() + 60 * plan.minutes
     results = Results(out / "bench-e2e.json", plan.identity())
     servers = list(plan.servers())
-    for group in [servers] if plan.together else [[one] for one in servers]:
-        missing = [(who, mode) for who, mode in group if todo(plan, results, who, mode)]
-        if missing and time.monotonic() < deadline:
-            serve(plan, missing, results, out, deadline)
-    results.save()
-    e2e_page.render(results.document, out)
+    try:
+        for group in [servers] if plan.together else [[one] for one in servers]:
+            missing = [(who, mode) for who, mode in group if todo(plan, results, who, mode)]
+            if missing and time.monotonic() < deadline:
+                serve(plan, missing, results, out, deadline)
+    finally:  # interrupted, too, it leaves the page of what there is
+        results.save()
+        e2e_page.render(results.document, out)
     failed = [key for key, cell in results.document["cells"].items() if "failed" in cell]
     for key in failed:
         print(f"failed: {key}: {results.document['cells'][key]['failed']}", file=sys.stderr)

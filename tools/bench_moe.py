@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ class Traffic:
 
 
 # Without a GPU a step of 8,000 tokens takes longer than the recording.
-LOADS = {"prompts": Traffic(8, 1000 if torch.cuda.is_available() else 100, 1), "answers": Traffic(16, 10, 100)}
+LOADS = {"prompts": Traffic(8, 1000 if torch.cuda.is_available() else 500, 1), "answers": Traffic(16, 10, 100)}
 GPU_FLAGS = [*bench_server.GPU_FLAGS, *bench_server.OURS, "--cuda-graph-backend-decode", "disabled",
              "--mem-fraction-static", "0.1"]  # fmt: skip
 
@@ -82,8 +83,9 @@ def record(up: server.Server, load: Traffic, seconds: float, dumps: Path, out: P
     rng, stop = random.Random(0), threading.Event()
 
     def keep_busy() -> None:
-        while not stop.is_set():
-            ask(up, load, rng)
+        with suppress(ConnectionError):  # the server may end first
+            while not stop.is_set():
+                ask(up, load, rng)
 
     ask(up, load, rng)  # compiles what it needs on a GPU, which can take longer than all of the recording
     traffic = threading.Thread(target=keep_busy, daemon=True)

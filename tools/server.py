@@ -25,6 +25,8 @@ CPU_FLAGS = shlex.split(
     "--context-length 8192 --skip-server-warmup --sleep-on-idle"
 )
 READY_TIMEOUT_S = 300
+# OpenMP's threads spin where they wait, by default: beside another busy process a step of milliseconds takes seconds.
+SERVER_ENV = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 @dataclass
@@ -108,7 +110,7 @@ def running(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"} | (env or {}),
+            env=os.environ | SERVER_ENV | (env or {}),
         )
     _processes.add(process)
     server = Server(f"http://127.0.0.1:{port}", log)

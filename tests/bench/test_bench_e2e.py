@@ -57,6 +57,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, started)
     with pytest.raises(KeyboardInterrupt):
         bench_e2e.run(plan(), tmp_path)
     assert len(cells(tmp_path)) == 5
+    assert (tmp_path / "bench-e2e.md").read_text().count("| dflash |") == 1
     measured = [None] * 6  # the limit is behind
     assert bench_e2e.run(plan(), tmp_path) == 0
     assert measured[6:] == [(64, 2), (128, 1), (128, 2), (64, 1), (64, 2), (128, 1), (128, 2)]
