@@ -111,6 +111,7 @@ def replay(trace: Trace, extent_tokens: int, verify_block: int, device: str) -> 
         "contiguity": 1 - (runs - 1) / (units - 1),
         "alloc_us_per_step": sum(world.cost.seconds.values()) / world.cost.steps * 1e6,
         "requests": world.count,
+        "cached_tokens": world.cached_tokens,
     } | {f"{what}_us_per_step": seconds / world.cost.steps * 1e6 for what, seconds in world.cost.seconds.items()}
 
 

@@ -42,8 +42,12 @@ def markdown(results: dict[str, Part], name: str) -> str:
 
 
 def _ran_on(machine: dict[str, str]) -> str:
-    gpu = f"{machine['gpu']} (not sm_120)" if machine["gpu"] != "none" else f"CPU, {machine['cpu']}"
-    return f"{gpu}, torch {machine['torch']}, kernel sources {machine['kernel_hash'][:12]}."
+    device = machine["gpu"]
+    if device == "none":
+        device = f"CPU, {machine['cpu']}"
+    elif "sm_120" not in device:
+        device += " (not sm_120)"
+    return f"{device}, torch {machine['torch']}, kernel sources {machine['kernel_hash'][:12]}."
 
 
 def _table(head: str, rows: Iterable[Iterable[str]]) -> list[str]:
@@ -68,12 +72,13 @@ def _churn(part: Part) -> list[str]:
             f"{case['contiguity']:.3f}",
             f"{case['alloc_us_per_step']:.0f}",
             f"{case['alloc_time_ratio']:.2f}x",
+            f"{case['cached_tokens']:,.0f}",
             *(f"{case[f'{phase}_us_per_step']:.0f}" for phase in phases),
         ]
         for case in part["cases"]
     ]
-    head = "speculation | extent | mean run, slots | against stock | contiguity | µs a step | against stock | "
-    return lines + _table(head + " | ".join(phases), rows)
+    head = "speculation | extent | mean run, slots | against stock | contiguity | µs a step | against stock | tokens hit"
+    return lines + _table(" | ".join([head, *phases]), rows)
 
 
 def _map(part: Part) -> list[str]:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Evicting a little more than asked, a 32nd of the pool, keeps merges rare once the prefix cache has filled it.
-EVICTION_SLACK = 32
+# Evicting a little more than asked, a 16th of the pool, keeps evictions and merges rare once the prefix cache is full.
+EVICTION_SLACK = 16
 # Decode steps whose slots are read from the rows at once.
 LOOKAHEAD_STEPS = 16
 
