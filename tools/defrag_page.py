@@ -62,6 +62,7 @@ def _churn(part: Part) -> list[str]:
         f"One trace of {trace['steps']:,} steps, a pool of {trace['pool_tokens']:,} tokens.",
         f"{part['repeats']} interleaved replays of each. The time is CPU time a step inside upstream's calls: prefill,",
         "caching of a prompt, the check for room before a step (which evicts), the step's allocation, release.",
+        "Hits: tokens of prompts that the prefix cache had.",
     ]
     rows = [
         [
@@ -77,7 +78,7 @@ def _churn(part: Part) -> list[str]:
         ]
         for case in part["cases"]
     ]
-    head = "speculation | extent | mean run, slots | against stock | contiguity | µs a step | against stock | tokens hit"
+    head = "speculation | extent | mean run, slots | against stock | contiguity | µs a step | against stock | hits"
     return lines + _table(" | ".join([head, *phases]), rows)
 
 
