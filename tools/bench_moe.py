@@ -24,8 +24,12 @@ from transformers import DeepseekV3ForCausalLM
 
 from tools import bench_server, server, tiny_model
 
-# Heads as long as real ones: of those FlashInfer's prompt kernels are made.
-SIZE = dataclasses.replace(tiny_model.SIZES["tiny"], head=128)
+# On a GPU, widths for which every kernel is made; heads as long as real ones in either case.
+SIZE = (
+    dataclasses.replace(tiny_model.SIZES["rank"], layers=4, experts_hidden=128)
+    if torch.cuda.is_available()
+    else dataclasses.replace(tiny_model.SIZES["tiny"], head=128)
+)
 LOGIT_STD = 0.32
 """Of a token's router logits; their sigmoids, the scores, spread by 0.08 around 0.5."""
 BIAS_STD = 0.06
