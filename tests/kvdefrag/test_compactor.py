@@ -160,6 +160,33 @@ def test_chunks_that_touch_each_other_are_carried_out_and_undone_in_order(page, 
     schedules.check(world)
 
 
+@POOLS
+def test_the_plan_says_how_much_it_moves_and_gains(page, extent):
+    for seed in range(10):
+        world = new_world(page, extent, 0, seed)
+        schedules.run(world, 25, lambda _: None)
+        moves = compactor.plan(world.survey(), WINDOW, 3 * WINDOW)
+        if moves and len(moves.chunks) == 1:
+            stays = moves.new_unit == torch.arange(len(moves.new_unit))
+            assert moves.units_moved == (~stays).sum() == (moves.chunks[0][1] >= 0).sum()
+            before = gaps(world)
+            compactor.commit(world.survey(), moves, [])
+            assert abs(before - gaps(world) - moves.gaps_closed) <= 2 * 3, "but for the ends of 3 windows"
+
+
+def gaps(world: World) -> int:
+    """Neighbours in the pool that do not follow each other in a row or a node, but for two free ones."""
+    survey = world.survey()
+    key = (survey.owner * (len(survey.owner) + 1) + survey.position).tolist()
+    free = (survey.owner == len(survey.lengths)).tolist()
+    return sum(key[i + 1] != key[i] + 1 and not (free[i] and free[i + 1]) for i in range(1, len(key) - 1))
+
+
+def test_a_unit_has_the_bytes_of_a_page_in_all_layers():
+    layers = [torch.zeros(3 * 64 + 64, 1, 6, dtype=torch.bfloat16), torch.zeros(3 * 64 + 64, 2, 4)]
+    assert compactor.Pool(layers, 64).unit_bytes == 64 * (6 * 2 + 2 * 4 * 4)
+
+
 def test_the_plan_depends_on_ids_only():
     """Two ranks with the same tables but other KV make the same plan."""
     plans = []

@@ -73,6 +73,10 @@ def test_flags_that_are_refused_exist_upstream():
         assert hasattr(arguments, flag), flag
 
 
+def test_every_buffer_of_a_pool_with_keys_and_values_is_moved():
+    assert serving.pool_buffers(SimpleNamespace(k_buffer=[1, 2], v_buffer=[3, 4])) == [1, 2, 3, 4]
+
+
 def test_an_unknown_allocator_is_refused():
     refused = World(64).scheduler()
     refused.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: None)
