@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -250,9 +251,7 @@ def prompts(plan: Plan, context: int, requests: int, out: Path) -> list[str]:
 
 def call_client(flags: list[str], log: Path, timeout_s: float) -> str | None:
     """Run upstream's client to its end, or for so long; what went wrong, None if nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.bench_client"])
-    client = context.Process(target=_client, args=(flags, log), daemon=True)
+    client = multiprocessing.get_context("forkserver").Process(target=_client, args=(flags, log), daemon=True)
     client.start()
     client.join(timeout_s)
     if client.exitcode is None:
@@ -260,6 +259,12 @@ def call_client(flags: list[str], log: Path, timeout_s: float) -> str | None:
         client.join()
         return f"not done in {timeout_s:.0f} s"
     return f"the client ended with {client.exitcode}; see {log}" if client.exitcode else None
+
+
+def load_client() -> None:
+    """Begin importing upstream's client, in the process that will be forked for every call."""
+    forkserver.set_forkserver_preload(["tools.bench_client"])
+    forkserver.ensure_running()
 
 
 def _client(flags: list[str], log: Path) -> None:
@@ -312,6 +317,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     out.mkdir(parents=True, exist_ok=True)
     server.exit_on_sigterm()
+    load_client()
     return 1 if run(Plan(**args), out) else 0
 
 
