@@ -65,6 +65,16 @@ def test_the_invariants_catch_a_broken_allocator(method, broken, monkeypatch):
             schedules.run(world, 30, schedules.check)
 
 
+@pytest.mark.parametrize("change", [{"seq_lens": torch.tensor([20, 20])}, {"is_encoder_decoder": True}, {}])
+def test_batches_of_more_than_their_requests_rows_are_upstream_s(change):
+    world = World(200, max_requests=5, max_context=160, extent_tokens=16)
+    assert world.arrive(list(range(20)), 30)
+    batch = world._batch(world.running, [20])
+    batch.seq_lens = change.get("seq_lens", batch.seq_lens)  # a beam search has more rows than requests
+    batch.model_config.is_encoder_decoder = change.get("is_encoder_decoder", False)
+    assert (world.allocator.decode_slots(batch) is None) == bool(change)
+
+
 @pytest.mark.parametrize("gives_up", [True, False])
 def test_rows_that_upstream_writes_itself_give_their_extents_up(gives_up, monkeypatch):
     monkeypatch.setattr(extents.ExtentAllocator, "decode_slots", lambda *_: None)  # as for a beam search's rows
@@ -107,6 +117,35 @@ def test_a_full_pool_trims_extents_before_it_refuses():
     assert world.allocator.alloc(free + 1) is None
     assert len(world.allocator.alloc(free).unique()) == free
     assert world.allocator.reserved(row) == (64, 64) and world.allocator.available_size() == 0
+
+
+def test_cached_tokens_are_evicted_before_extents_are_trimmed():
+    world = World(200, max_requests=4, max_context=160, extent_tokens=32)
+    assert world.arrive(list(range(20)), 30) and world.arrive(list(range(100, 180)), 1)
+    world.step()
+    row = world.running[0].kv.req_pool_idx
+    assert world.tree.evictable_size() > 70 and world.allocator.reserved(row) == (21, 64)
+    assert world.arrive(list(range(200, 260)), 30)
+    assert world.tree.evictable_size() == 0 and world.allocator.reserved(row) == (21, 64)
+    schedules.check(world)
+
+
+def test_an_extent_is_given_up_if_its_row_was_cut_short():
+    """As the next turn of a session does, which keeps the row."""
+    world = World(100, max_requests=4, max_context=120, extent_tokens=32)
+    assert world.arrive(list(range(20)), 30)
+    for _ in range(3):
+        world.step()
+    req = world.running[0]
+    world.allocator.free(world.rows.req_to_token[req.kv.req_pool_idx, 21:23])
+    req.kv.kv_allocated_len = req.kv.kv_committed_len = 21
+    req.output_ids = req.output_ids[:1]
+    req.refresh_fill_ids()
+    del req.kv_hashes[21:]
+    world.running = list(world.running)
+    world.step()
+    assert world.allocator.reserved(req.kv.req_pool_idx)[0] == 22
+    schedules.check(world)
 
 
 def test_other_pools_are_left_alone_and_the_log_says_so(caplog):

@@ -41,7 +41,10 @@ def test_auto_looks_now_and_then_and_compacts_below_the_threshold(monkeypatch):
     assert schedules.kv_digests(world) == before
     schedules.check(world)
     assert auto.report()["contiguity"] > 0.9 and auto.report()["passes"] == 1
+    looked: list[float] = []
+    monkeypatch.setattr(auto, "_contiguity", lambda: looked.append(1.0) or 1.0)
     assert not any(looks(auto, 10 * serving.STEPS_BETWEEN_PASSES)), "it is above the threshold now"
+    assert 9 <= len(looked) <= 10, "a look costs something"
 
 
 def looks(tier_1: serving.Defragmenter, steps: int) -> list[bool]:
