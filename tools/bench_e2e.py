@@ -166,13 +166,13 @@ def run(plan: Plan, out: Path) -> int:
     finally:  # interrupted, too, it leaves the page of what there is
         results.save()
         e2e_page.render(results.document, out)
-    failed = [key for key, cell in results.document["cells"].items() if "failed" in cell]
-    for key in failed:
-        print(f"failed: {key}: {results.document['cells'][key]['failed']}", file=sys.stderr)
-    left = sum(len(todo(plan, results, who, mode)) for who, mode in servers) - len(failed)
-    if left:
+    absent = [cell_key(*one, *cell) for one in servers for cell in todo(plan, results, *one)]
+    failed = {key: results.document["cells"][key]["failed"] for key in absent if key in results.document["cells"]}
+    for key, why in failed.items():
+        print(f"failed: {key}: {why}", file=sys.stderr)
+    if left := len(absent) - len(failed):
         print(f"no time left for {left} cells: the same command does them", file=sys.stderr)
-    return len(failed) + left
+    return len(absent)
 
 
 def todo(plan: Plan, results: Results, who: str, mode: str) -> list[tuple[int, int]]:
@@ -195,7 +195,13 @@ def serve(plan: Plan, group: list[tuple[str, str]], results: Results, out: Path,
                 key = cell_key(who, mode, context, batch)
                 if results.has(key) or time.monotonic() > deadline:
                     continue
-                cell = measure(plan, up, context, batch, out) if up else {"failed": "the server did not start"}
+                room = results.document["servers"].get(f"{who}/{mode}", {}).get("pool_tokens")
+                if up is None:
+                    cell: dict[str, Any] = {"failed": "the server did not start"}
+                elif batch * (context + plan.output_tokens) > room:
+                    cell = {"left_out": f"needs more than the pool of {room} tokens"}
+                else:
+                    cell = measure(plan, up, context, batch, out)
                 results.put(key, cell)
                 print(f"{key}: {cell}", flush=True)
 
@@ -220,9 +226,6 @@ def start(plan: Plan, one: tuple[str, str], results: Results, out: Path, stack: 
 
 def measure(plan: Plan, up: server.Server, context: int, batch: int, out: Path) -> dict[str, Any]:
     """One cell by upstream's client: `batch` requests at a time, `rounds` times over."""
-    room = json.loads(up.get("/server_info"))["max_total_num_tokens"]
-    if batch * (context + plan.output_tokens) > room:
-        return {"left_out": f"needs more than the pool of {room} tokens"}
     found, log, requests = out / "client.jsonl", out / "client.log", batch * plan.rounds
     found.unlink(missing_ok=True)
     flags = ["--backend", "sglang", "--base-url", up.url, "--tokenize-prompt", *prompts(plan, context, requests, out),
@@ -242,7 +245,7 @@ def prompts(plan: Plan, context: int, requests: int, out: Path) -> list[str]:
     """Flags for the client's prompts: random tokens, or excerpts of the text as a file of the kind that it knows."""
     if plan.text is None:
         return ["--dataset-name", "random-ids"]
-    text, path = plan.text.read_text(), out / "prompts.json"
+    text, path = plan.text.read_text("utf-8", "replace"), out / "prompts.json"
     starts = [number * len(text) // requests for number in range(requests)]
     excerpts = [(text[at:] + text[:at])[: CHARACTERS_A_TOKEN * context] for at in starts]
     path.write_text(json.dumps([{"conversations": [{"value": excerpt}, {"value": ""}]} for excerpt in excerpts]))

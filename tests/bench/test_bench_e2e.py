@@ -88,7 +88,13 @@ def test_failures_are_kept_apart_and_tried_again(tmp_path, monkeypatch, started,
     assert bench_e2e.run(plan(modes=["plain"]), tmp_path) == 4
     assert "failed: ours/plain/64/1: no answer" in capsys.readouterr().err
     monkeypatch.setattr(bench_e2e, "measure", lambda *_: MEASURED)
+    assert bench_e2e.run(plan(modes=["dflash"]), tmp_path) == 0  # those of another mode are not asked for here
     assert bench_e2e.run(plan(modes=["plain"]), tmp_path) == 0
+
+
+def test_a_server_that_dies_costs_its_own_cells(tmp_path, started):
+    assert bench_e2e.run(plan(modes=["plain"], contexts=[64], batches=[1]), tmp_path) == 1
+    assert "the client ended with 1; see" in cells(tmp_path)["ours/plain/64/1"]["failed"]
 
 
 def test_a_server_that_does_not_start_does_not_end_the_run(tmp_path, monkeypatch, started):
