@@ -103,6 +103,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         self._reserved_tokens = 0
         self._steps: DecodeSteps | VerifySteps | None = None
         self.free_pages: torch.Tensor
+        self.free_group: list[torch.Tensor] | None
         self._planned: ScheduleBatch | None = None
 
     # -- what upstream asks of an allocator --
@@ -121,13 +122,19 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         return self._take(need_size) if batch is None else self._alloc_extend(batch, need_size)
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Stage slots for the next merge, or for the end of upstream's free group."""
+        """Stage slots for the next merge, or keep them for the end of upstream's free group."""
         if free_index.numel() == 0:
             return
         if self.free_group is None:
             self._stage(free_index.to(torch.int64, copy=True))
         else:
             self.free_group.append(self._copy_for_free_group(free_index))
+
+    def free_group_end(self) -> None:
+        """Stage what was freed since the group began; upstream copied it then."""
+        pending, self.free_group = self.free_group, None
+        for slots in pending or ():
+            self._stage(slots.to(torch.int64))
 
     def evict_to_free_tokens(self, tree_cache: BasePrefixCache | None, num_tokens: int) -> None:
         """Evict before extents are trimmed, and a little more than asked so that it is not asked every step."""
