@@ -26,8 +26,8 @@ class Gpu:
     read_gbps: float
     mma_clocks: float
     fixed_us: float
-    chain: float = 500
-    chain_per_group: float = 115
+    chain: float = 470
+    chain_per_group: float = 110
 
 
 H200 = Gpu("H200", 132, 1.75, 4300, 6.2, 20)

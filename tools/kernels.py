@@ -195,13 +195,12 @@ def _found(pattern: re.Pattern[str], text: str) -> re.Match[str]:
 
 def shared_bytes(fp8: bool, row_groups: int) -> int:
     """Dynamic shared memory of a verify instance: the arithmetic of `Config` in kernels/mla_verify/config.h."""
-    units = (2 * row_groups + 3) // 4
-    partials = (8192 if units >= 2 else 0) + 2048 * {1: row_groups, 2: 0, 3: row_groups - 4}[units]
+    partials = 2048 * row_groups
     fixed = 256 + 3 * 512 + 3 * 8 * row_groups * 4 + 2 * 16 * (row_groups | 1) * 16
-    stage = 16 * ((576 if fp8 else 1152) + 16)
-    stages_beside = [min(10, (MAX_SHARED_BYTES - fixed - buffers * partials) // stage) for buffers in (1, 2)]
+    stage = 16 * (576 if fp8 else 1152)
+    stages_beside = [min(10, (MAX_SHARED_BYTES - 127 - fixed - buffers * partials) // stage) for buffers in (1, 2)]
     buffers = 2 if stages_beside[0] == stages_beside[1] else 1
-    return fixed + buffers * partials + stages_beside[0] * stage
+    return -(-(fixed + buffers * partials) // 128) * 128 + stages_beside[0] * stage
 
 
 def compiler_report(archs: tuple[str, ...] | list[str] = DEFAULT_ARCHS) -> list[Usage]:

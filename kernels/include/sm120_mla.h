@@ -19,8 +19,8 @@ extern "C" {
 /* Query rows: q_len new tokens of each request (qo_indptr null), or qo_indptr[b] .. qo_indptr[b + 1] (q_len ignored).
  */
 struct sm120_mla_params {
-  const void* q;                   /* bf16 [total_q, heads, 576], contiguous */
-  const void* kv;                  /* bf16 or fp8 e4m3 [slots, >= 576], rows kv_stride_bytes apart */
+  const void* q;  /* bf16 [total_q, heads, 576], contiguous */
+  const void* kv; /* bf16 or fp8 e4m3 [slots, >= 576], rows kv_stride_bytes apart; both multiples of 16 B */
   const int32_t* req_to_token;     /* [max_requests, req_to_token_stride] slot of each token */
   const int32_t* req_pool_indices; /* [batch] */
   const int32_t* kv_lens;          /* [batch] tokens of KV, new ones included; 0 = padded request */

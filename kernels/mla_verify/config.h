@@ -42,18 +42,25 @@ template <typename Kv, int RowGroups>
 struct Config {
   static constexpr int kRows = RowGroups * 8;
   static constexpr int kRowBytes = kHeadDim * Kv::kBytes;
-  static constexpr int kRowStride = kRowBytes + 16;  // an odd number of 16-byte units: ldmatrix meets every bank once
-  static constexpr int kStageBytes = kTileTokens * kRowStride;
-  static constexpr int kProbStride = (RowGroups | 1) * 16;  // bytes of one token's probabilities; odd units again
+  static constexpr int kStageBytes = kTileTokens * kRowBytes;
+  // Rows lie in blocks of 64 columns, whose 16-byte chunks are permuted by token so that ldmatrix meets every bank
+  // once. Padding would do that too, but tear the 32-byte sectors of the copies apart.
+  static constexpr int kBlockColumns = 64, kBlockBytes = kBlockColumns * Kv::kBytes;
+  // Byte offset of a token's chunk (of block 0) from the start of its row.
+  static __device__ int chunk_at(int token, int chunk) {
+    return 16 * (chunk ^ (Kv::kBytes == 2 ? token % 8 : token / 2 % 4));
+  }
+  static constexpr int kProbStride =
+      (RowGroups | 1) * 16;  // bytes of one token's probabilities; an odd number of 16-byte units
   static constexpr int kProbBytes = kTileTokens * kProbStride;
 
-  // The softmax of a tile is done in units: half the tokens of a row group. Value warp v does units v, v + 4 and v + 8,
-  // which are half v % 2 of row groups v / 2, v / 2 + 2 and v / 2 + 4. Score warps leave their partial scores as it
-  // reads them: float4 [value warp][score warp][lane] of its first two units, then float2 [..][..][..] of the third (or
-  // only).
-  static constexpr int kUnits = (2 * RowGroups + kValueWarps - 1) / kValueWarps;
-  static constexpr int kWideBytes = kUnits >= 2 ? kValueWarps * kScoreWarps * 512 : 0;
-  static constexpr int kNarrowGroups = kUnits == 3 ? RowGroups - 4 : kUnits == 1 ? RowGroups : 0;
+  // The softmax of a tile is done in units: half the tokens of a row group. Value warp v does both halves of group v
+  // (of the first kWhole groups), then half v % 2 of group kWhole + v / 2. Score warps leave their partial scores as it
+  // reads them: float4 [value warp][score warp][lane], which is an accumulator as it is, then float2 [..][..][..].
+  static constexpr int kWhole = RowGroups < 3 ? 0 : RowGroups < kValueWarps ? RowGroups : kValueWarps;
+  static constexpr int kUnits = (kWhole > 0 ? 2 : 0) + (kWhole < RowGroups ? 1 : 0);
+  static constexpr int kWideBytes = kWhole * kScoreWarps * 512;
+  static constexpr int kNarrowGroups = RowGroups - kWhole;
   static constexpr int kPartialBytes = kWideBytes + kNarrowGroups * 2 * kScoreWarps * 256;
 
   // Shared memory, in bytes from the start: fixed parts first, then as many KV stages as fit.
@@ -66,17 +73,20 @@ struct Config {
   static constexpr int kPartials = kProbs + kProbBuffers * kProbBytes;      // one or two buffers
   // Two buffers of partials, unless the second would cost a stage.
   static constexpr int stages_beside(int buffers) {
-    const int fit = (kMaxSharedBytes - kPartials - buffers * kPartialBytes) / kStageBytes;
+    const int fit = (kMaxSharedBytes - 127 - kPartials - buffers * kPartialBytes) / kStageBytes;
     return fit < kMaxStages ? fit : kMaxStages;
   }
   static constexpr int kStages = stages_beside(1);
+  static constexpr int kAhead = kStages - 2;  // the tile copied while one is multiplied: stage free once its values are
+  // Loops go round the stages at a time, so that slots and parities are constants; 48 rows lack the registers.
+  static constexpr bool kUnrolls = kStages == 4 && RowGroups < 6;
   static constexpr int kPartialBuffers = stages_beside(2) == kStages ? 2 : 1;
-  static constexpr int kStages0 = kPartials + kPartialBuffers * kPartialBytes;
+  static constexpr int kStages0 = (kPartials + kPartialBuffers * kPartialBytes + 127) / 128 * 128;
   static constexpr int kSharedBytes = kStages0 + kStages * kStageBytes;
 
   static_assert(kStages >= 4, "one tile in the products of each role and two on the way");
   static_assert(8 * (2 * kStages + 2 * kPartialBuffers) <= kWork);
-  static_assert(kStages0 % 16 == 0 && kPartials % 16 == 0 && kProbs % 16 == 0);
+  static_assert(kStages0 % 128 == 0 && kPartials % 16 == 0 && kProbs % 16 == 0);
 };
 
 // How a launch divides the rows and the context. Fixed per (batch bucket, q, heads, num_sms): safe to capture.

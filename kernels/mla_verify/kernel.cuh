@@ -3,10 +3,11 @@
 // A block holds up to 48 query rows (new tokens x heads of one request) and walks the KV in tiles of 16 tokens. Both
 // products are taken transposed, so that query rows are the mma's n dimension (granularity 8, not 16):
 //
-//   S^T [16 tokens x rows] = K [16 x 576] . Q^T [576 x rows]       score warps 0-3: 144 of the 576 columns each
-//   O^T [512 x rows]      += V^T [512 x 16] . P^T [16 x rows]      value warps 0-3: 128 of the 512 latents each
+//   S^T [16 tokens x rows] = K [16 x 576] . Q^T [576 x rows]       score warps 0-3: 144 of the 576 columns each, 16 of
+//   every 64 O^T [512 x rows]      += V^T [512 x 16] . P^T [16 x rows]      value warps 0-3: 128 of the 512 latents
+//   each
 //
-//   gmem --cp.async (score warps)--> stage [16][576 + pad] --ldmatrix--> partial S^T, 4 of them
+//   gmem --cp.async (score warps)--> stage [16][576], permuted --ldmatrix--> partial S^T, 4 of them
 //        --(value warps: sum, online softmax, each a quarter of them)--> probs [16][rows]
 //        stage --ldmatrix.trans--> V^T,  probs --ldmatrix.trans--> P^T  --> O^T in registers
 //
@@ -14,8 +15,7 @@
 // each of its elements is read once for the scores and once for the values, whatever the number of heads.
 //
 // A scheduler holds one warp of each role. While the value warp goes through its softmax, a chain of dependent steps
-// that keeps nothing busy, the score warp multiplies the next tile; it issues copies and hands over results between
-// products.
+// that keeps nothing busy, the score warp multiplies the next tile; it issues copies between products.
 //
 // Barriers (mbarrier, phases counted by tile):
 //   landed[stage]        score threads' copies  -> score warps
@@ -25,7 +25,6 @@
 // and a named barrier of the value warps for the probabilities, which also says whether any row's reference must rise.
 #include "ptx.cuh"
 #include "work.cuh"
-
 namespace sm120::mla {
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -47,14 +46,17 @@ struct Barriers {
 template <typename Cfg>
 using BarriersOf = Barriers<Cfg::kStages, Cfg::kPartialBuffers>;
 
-// A position in a ring of stages or buffers, advanced tile by tile.
+// A position in a ring of stages or buffers: its place there, and the parity of its round.
 template <int Slots>
 struct Ring {
   int slot = 0;
   uint32_t parity = 0;
-  __device__ void advance() {
-    if (++slot == Slots) slot = 0, parity ^= 1;
+  __device__ Ring plus(int n) const {  // n < Slots
+    const int sum = slot + n;
+    return sum < Slots ? Ring{sum, parity} : Ring{sum - Slots, parity ^ 1};
   }
+  __device__ void advance() { *this = plus(1); }
+  static __device__ Ring after(int n) { return {n % Slots, uint32_t(n / Slots % 2)}; }  // n positions from the first
 };
 
 // A warp's arrival, made by one lane for all. Race checkers follow only threads that arrive themselves: for them every
@@ -92,7 +94,6 @@ struct Loader {
   Work work;
   int warp, lane;
   int left;              // tiles still to issue
-  int lead = 0;          // tiles issued that the score warps have not begun
   int batch_left;        // of them, whose slots are here
   int batch_tile;        // first tile of the batch
   int length;            // of the current segment
@@ -101,17 +102,15 @@ struct Loader {
   uint32_t slot_from;    // shared: the next tile's slot of this thread's token
   int batch_slot = 0;    // place of the current batch in the ring
   const char* pool;      // kv, at this lane's piece of a row
-  int slot;              // of the next tile
-  bool stage_free;       // of the next tile
   const char* source;    // of the tile under way, at this lane's piece of its row
   uint32_t target;       // this thread's place in stage 0
-  Ring<Cfg::kStages> ring;
 
   __device__ Loader(const Args& args, BarriersOf<Cfg> barriers, uint32_t stages, const Work& w, int warp_, int lane_)
       : a(args), bars(barriers), work(w), warp(warp_), lane(lane_), left(w.left) {
     slot_ring = stages - Cfg::kStages0 + Cfg::kSlots + (warp * 32 + lane) * 4;
     pool = static_cast<const char*>(a.p.kv) + lane % kLanes * 16;
-    target = stages + (warp * kWarpTokens + lane / kLanes) * Cfg::kRowStride + lane % kLanes * 16;
+    const int token = warp * kWarpTokens + lane / kLanes;
+    target = stages + token * Cfg::kRowBytes + Cfg::chunk_at(token, lane % kLanes);
     enter_segment();
   }
 
@@ -142,25 +141,15 @@ struct Loader {
     slot_from = slot_ring + batch_slot * kSlotBatchBytes + (lane / kLanes - lane) * 4;
   }
 
-  // Looks up, ahead of `begin`, what it needs to know: where the next row lies and whether its stage is free.
-  __device__ void look() {
-    slot = ptx::load_shared(slot_from);
-    stage_free = ptx::mbarrier_test(bars.done(ring.slot), ring.parity ^ 1);  // a fresh barrier counts as done
-  }
-
-  // Whether the next copy can be begun now. Waits for its stage only where the copies would otherwise fall behind.
-  __device__ bool begin() {
-    bool goes = __all_sync(~0u, stage_free && left > 0);
-    if (!goes && left > 0 && lead < Cfg::kStages - 2) {
-      ptx::mbarrier_wait(bars.done(ring.slot), ring.parity ^ 1);
-      goes = true;
-    }
+  // Begins the next tile, once its stage is free.
+  __device__ void begin(Ring<Cfg::kStages> ring) {
+    const int slot = ptx::load_shared(slot_from);
+    ptx::mbarrier_wait(bars.done(ring.slot), ring.parity ^ 1);  // a fresh barrier counts as done
     source = pool + uint64_t(uint32_t(slot)) * uint32_t(a.p.kv_stride_bytes);
-    return goes;
   }
 
   // This thread's copies `first` to `last` - 1 of the tile.
-  __device__ void copy(int first, int last) const {
+  __device__ void copy(Ring<Cfg::kStages> ring, int first, int last) const {
     const uint32_t to = target + ring.slot * Cfg::kStageBytes;
 #pragma unroll
     for (int i = first; i < last; ++i) {
@@ -170,13 +159,12 @@ struct Loader {
     }
   }
 
-  __device__ void end() {
+  __device__ void end(Ring<Cfg::kStages> ring) {
     ptx::cp_async_arrive(bars.landed(ring.slot));
-    ring.advance();
     slot_from += kWarpTokens * 4;
     --left;
-    ++lead;
     if (--batch_left > 0 || left == 0) return;
+    __syncwarp();  // the batch's slots have been read
     if (batch_tile + kBatchTiles < work.segment.tile_end) {
       batch_tile += kBatchTiles;
       batch_slot = (batch_slot + 1) % kSlotBatches;
@@ -206,10 +194,8 @@ struct ScoreRole {
   BarriersOf<Cfg> bars;
   int warp, lane;
   Loader<Kv, RowGroups> loader;
-  uint32_t keys_at;                   // this lane's place in the keys of stage 0
-  uint32_t q[kSteps][RowGroups][2];   // Q^T fragments
-  Ring<Cfg::kStages> ring;            // stage to multiply next
-  Ring<Cfg::kPartialBuffers> buffer;  // where the next partials go
+  uint32_t keys_at;                  // this lane's place in the keys of stage 0
+  uint32_t q[kSteps][RowGroups][2];  // Q^T fragments
 
   __device__ ScoreRole(const Args& args, char* shared, BarriersOf<Cfg> barriers, const Work& work, int warp_, int lane_)
       : a(args),
@@ -218,15 +204,15 @@ struct ScoreRole {
         warp(warp_),
         lane(lane_),
         loader(args, barriers, ptx::smem_addr(shared + Cfg::kStages0), work, warp_, lane_),
-        keys_at(ptx::smem_addr(shared + Cfg::kStages0) + lane_ % 16 * Cfg::kRowStride + lane_ / 16 * 16 +
-                warp_ * (Cfg::kRowBytes / kScoreWarps)) {}
+        keys_at(ptx::smem_addr(shared + Cfg::kStages0) + lane_ % 16 * Cfg::kRowBytes +
+                (Kv::kBytes == 2 ? Cfg::chunk_at(lane_ % 16, 2 * warp_ + lane_ / 16)
+                                 : Cfg::chunk_at(lane_ % 16, warp_) + lane_ / 16 * Cfg::kBlockBytes)) {}
 
   __device__ void load_queries(int64_t first_row, int valid_rows) {
     const int g = lane / 4, t = lane % 4;
     // e4m3 is loaded in 16-bit pairs, so a thread's two fragment registers are four neighbouring columns.
     constexpr int kThreadStride = Kv::kBytes == 2 ? 2 : 4, kSecond = Kv::kBytes == 2 ? 8 : 2;
-    const auto* base =
-        static_cast<const __nv_bfloat16*>(a.p.q) + first_row * kHeadDim + warp * (kHeadDim / kScoreWarps);
+    const auto* base = static_cast<const __nv_bfloat16*>(a.p.q) + first_row * kHeadDim + warp * 16;
 #pragma unroll
     for (int j = 0; j < RowGroups; ++j) {
       const bool valid = 8 * j + g < valid_rows;
@@ -235,7 +221,8 @@ struct ScoreRole {
       for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          uint32_t pair = valid ? *reinterpret_cast<const uint32_t*>(source + 16 * s + kSecond * i) : 0u;
+          uint32_t pair =
+              valid ? *reinterpret_cast<const uint32_t*>(source + Cfg::kBlockColumns * s + kSecond * i) : 0u;
           if constexpr (Kv::kBytes == 1) {
             const float2 v = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
             pair = ptx::pack2<__half>(fminf(fmaxf(v.x, -65504.f), 65504.f), fminf(fmaxf(v.y, -65504.f), 65504.f));
@@ -248,11 +235,11 @@ struct ScoreRole {
 
   // K fragments of k16 steps 2 pair and 2 pair + 1 of this warp's columns, as stored.
   __device__ void load_keys(uint32_t at, int pair, uint32_t (&raw)[2][4]) const {
-    const uint32_t columns = at + pair * 32 * Kv::kBytes;
+    const uint32_t columns = at + pair * 2 * Cfg::kBlockBytes;
     const bool two_steps = 2 * pair + 1 < kSteps;
     if constexpr (Kv::kBytes == 2) {
       ptx::ldmatrix_x4(raw[0], columns);
-      if (two_steps) ptx::ldmatrix_x4(raw[1], columns + 32);
+      if (two_steps) ptx::ldmatrix_x4(raw[1], columns + Cfg::kBlockBytes);
     } else if (two_steps) {
       ptx::ldmatrix_x4(raw[0], columns);
     } else {
@@ -283,91 +270,75 @@ struct ScoreRole {
   }
 
   // Hands a tile's partial scores to the value warps, laid out as they read them (see kUnits in config.h).
-  __device__ void publish(const Partials& s) {
+  __device__ void publish(const Partials& s, Ring<Cfg::kPartialBuffers> buffer) {
     ptx::mbarrier_wait(bars.consumed(buffer.slot), buffer.parity ^ 1);
     char* to = smem + Cfg::kPartials + buffer.slot * Cfg::kPartialBytes;
     const auto sum = [&](int j, int c) {
-      float total = j < RowGroups ? s[0][j][c] : 0.f;
+      float total = s[0][j][c];
 #pragma unroll
-      for (int chain = 1; chain < kChains; ++chain) total += j < RowGroups ? s[chain][j][c] : 0.f;
+      for (int chain = 1; chain < kChains; ++chain) total += s[chain][j][c];
       return total;
     };
 #pragma unroll
-    for (int v = 0; v < kValueWarps && v < 2 * RowGroups; ++v) {
-      const int j = v / 2, c = v % 2 * 2, at = (v * kScoreWarps + warp) * 32 + lane;
-      if constexpr (Cfg::kUnits >= 2) {
-        reinterpret_cast<float4*>(to)[at] = {sum(j, c), sum(j, c + 1), sum(j + 2, c), sum(j + 2, c + 1)};
-      }
-      if constexpr (Cfg::kUnits != 2) {
-        constexpr int kLast = Cfg::kUnits == 3 ? 4 : 0;
-        if (j + kLast < RowGroups) {
-          reinterpret_cast<float2*>(to + Cfg::kWideBytes)[at] = {sum(j + kLast, c), sum(j + kLast, c + 1)};
-        }
-      }
+    for (int v = 0; v < kValueWarps; ++v) {
+      const int at = (v * kScoreWarps + warp) * 32 + lane;
+      if (Cfg::kWhole > v) reinterpret_cast<float4*>(to)[at] = {sum(v, 0), sum(v, 1), sum(v, 2), sum(v, 3)};
+      const int j = Cfg::kWhole + v / 2, c = v % 2 * 2;
+      if (j < RowGroups) reinterpret_cast<float2*>(to + Cfg::kWideBytes)[at] = {sum(j, c), sum(j, c + 1)};
     }
     arrive(bars.published(buffer.slot), lane);
-    buffer.advance();
   }
 
-  // Partial scores of the next tile; `previous` are published, and a later tile's copies issued, in the shadow of the
-  // products.
-  template <bool Publish>
-  __device__ void score(Partials& s, const Partials& previous) {
-    uint32_t keys[2][2][4];  // loaded a pair of steps ahead of their products
+  // Scores of a tile, handed over; the tile kAhead on is copied between the products.
+  __device__ void score(Ring<Cfg::kStages> ring, Ring<Cfg::kPartialBuffers> buffer) {
     const uint32_t stage = keys_at + ring.slot * Cfg::kStageBytes;
-    bool publishes = Publish;
-    if (!Publish) {
-      ptx::mbarrier_wait(bars.landed(ring.slot), ring.parity);
-    } else if (!__all_sync(~0u, ptx::mbarrier_test(bars.landed(ring.slot), ring.parity))) {
-      publish(previous);  // rather than let the value warps wait for the copy as well
-      publishes = false;
-      ptx::mbarrier_wait(bars.landed(ring.slot), ring.parity);
-    }
+    const Ring<Cfg::kStages> ahead = ring.plus(Cfg::kAhead);
+    const bool copies = loader.left > 0;
+    uint32_t keys[2][2][4];  // loaded a pair of steps ahead of their products
+    Partials s;
+    ptx::mbarrier_wait(bars.landed(ring.slot), ring.parity);
     load_keys(stage, 0, keys[0]);
-    load_keys(stage, 1, keys[1]);
-    --loader.lead;
-    loader.look();
-    multiply(0, keys[0], s);
-    if (publishes) publish(previous);
-    load_keys(stage, 2, keys[0]);
-    multiply(1, keys[1], s);
-    const bool copies = loader.begin();
 #pragma unroll
-    for (int pair = 2; pair < kPairs; ++pair) {
-      constexpr int kParts = kPairs - 2;
+    for (int pair = 0; pair < kPairs; ++pair) {
+      constexpr int kFirst = 2, kParts = kPairs - kFirst;  // by then the stage is free
+      if (copies && pair == kFirst) loader.begin(ahead);
       if (pair + 1 < kPairs) load_keys(stage, pair + 1, keys[(pair + 1) % 2]);
       multiply(pair, keys[pair % 2], s);
-      if (copies) loader.copy(loader.kCopies * (pair - 2) / kParts, loader.kCopies * (pair - 1) / kParts);
+      if (copies && pair >= kFirst) {
+        loader.copy(ahead, loader.kCopies * (pair - kFirst) / kParts, loader.kCopies * (pair - kFirst + 1) / kParts);
+      }
     }
-    if (copies) loader.end();
-    ring.advance();
+    if (copies) loader.end(ahead);
+    publish(s, buffer);
   }
 
   __device__ void run(Work work) {
-    for (int n = 0; n < Cfg::kStages && loader.left > 0; ++n) {
-      loader.look();
-      loader.begin();
-      loader.copy(0, loader.kCopies);
-      loader.end();
+    Ring<Cfg::kStages> ring;            // stage to multiply next
+    Ring<Cfg::kPartialBuffers> buffer;  // where its partials go
+    for (int n = 0; n < Cfg::kAhead && loader.left > 0; ++n) {
+      loader.begin(ring.plus(n));
+      loader.copy(ring.plus(n), 0, loader.kCopies);
+      loader.end(ring.plus(n));
     }
     do {
       const Segment& segment = work.segment;
       const int first_row = work.row_tile * Cfg::kRows;
       load_queries(int64_t(q_begin(a, segment.batch)) * a.p.heads + first_row,
                    q_len(a, segment.batch) * a.p.heads - first_row);
-      Partials even, odd;
-      score<false>(even, odd);
-      int left = segment.tile_end - segment.tile_begin - 1;
 #pragma unroll 1
-      for (; left >= 2; left -= 2) {
-        score<true>(odd, even);
-        score<true>(even, odd);
-      }
-      if (left == 1) {
-        score<true>(odd, even);
-        publish(odd);
-      } else {
-        publish(even);
+      for (int left = segment.tile_end - segment.tile_begin; left > 0;) {
+        if (Cfg::kUnrolls && ring.slot == 0 && left >= Cfg::kStages) {
+#pragma unroll
+          for (int n = 0; n < Cfg::kStages; ++n) {
+            score({n, ring.parity}, Ring<Cfg::kPartialBuffers>::after(n));
+          }
+          ring.parity ^= 1;
+          left -= Cfg::kStages;
+        } else {
+          score(ring, buffer);
+          ring.advance(), buffer.advance();
+          --left;
+        }
       }
     } while (work.next(a));
   }
@@ -381,6 +352,11 @@ struct ValueRole {
   using Mma = typename Kv::Mma;
   static constexpr int kColumns = kLatentDim / kValueWarps, kTiles = kColumns / 16;  // of a warp; its m16 tiles
   static constexpr int kUnits = Cfg::kUnits;
+  // Row pairs of this thread: units 0 and 1 of a whole group are the same rows.
+  static constexpr bool kSplits = Cfg::kWhole < RowGroups;
+  static constexpr int kPairs = (Cfg::kWhole > 0) + kSplits;
+  static __device__ constexpr int pair_of(int unit) { return Cfg::kWhole > 0 ? unit / 2 : unit; }
+  static __device__ constexpr bool is_split(int pair) { return kSplits && pair == kPairs - 1; }
 
   const Args& a;
   char* smem;
@@ -388,16 +364,18 @@ struct ValueRole {
   int warp, lane;
   float o[kTiles][RowGroups][4];
 
-  // Softmax state of this thread's rows, two a unit, log2 units. Both halves' threads keep the same references.
-  // The sum is this thread's share.
-  float reference[kUnits][2], row_sum[kUnits][2];
-  int batch, length, first_row;  // of the current segment
+  // Softmax state of this thread's row pairs, log2 units. All threads of a row keep the same reference; the sum is this
+  // thread's share.
+  float reference[kPairs][2], row_sum[kPairs][2];
+  int batch, first_row, plain_end;  // of the current segment
 
-  __device__ bool has_unit(int i) const {
-    return kValueWarps * (i + 1) <= 2 * RowGroups || warp + kValueWarps * i < 2 * RowGroups;
+  __device__ float log2_scale() const { return a.p.sm_scale * a.p.kv_scale * kLog2e; }
+  __device__ int group(int pair) const { return is_split(pair) ? Cfg::kWhole + warp / 2 : warp; }
+  __device__ bool has_pair(int pair) const {
+    return is_split(pair) ? Cfg::kWhole + 1 < RowGroups || warp < 2 : Cfg::kWhole == kValueWarps || warp < Cfg::kWhole;
   }
-  __device__ int half() const { return warp % 2; }
-  __device__ int row(int i, int c) const { return 8 * (warp / 2 + kValueWarps / 2 * i) + 2 * (lane % 4) + c; }
+  __device__ int half(int unit) const { return is_split(pair_of(unit)) ? warp % 2 : unit; }
+  __device__ int row(int pair, int c) const { return 8 * group(pair) + 2 * (lane % 4) + c; }
   __device__ float& shared_row(int at, int r) const { return reinterpret_cast<float*>(smem + at)[r]; }
 
   __device__ void clear() {
@@ -406,7 +384,7 @@ struct ValueRole {
 #pragma unroll
       for (int j = 0; j < RowGroups; ++j) o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0.f;
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
+    for (int i = 0; i < kPairs; ++i) {
       reference[i][0] = reference[i][1] = kNoReference;
       row_sum[i][0] = row_sum[i][1] = 0.f;
     }
@@ -418,45 +396,41 @@ struct ValueRole {
     for (int m = 0; m < kTiles; ++m) o[m][j][0] *= even, o[m][j][1] *= odd, o[m][j][2] *= even, o[m][j][3] *= odd;
   }
 
-  // Sums the score warps' partials of this thread's units, always in the same order; logits in log2 units.
+  // Sums the score warps' partials of this thread's units, always in the same order: logits but for their scale.
   __device__ void receive(int slot, float (&x)[kUnits][2]) const {
     const char* from = smem + Cfg::kPartials + slot * Cfg::kPartialBytes;
     const int at = warp * kScoreWarps * 32 + lane;
-    float4 wide[kScoreWarps];
-    float2 narrow[kScoreWarps];
+    if constexpr (Cfg::kWhole > 0) {
+      float4 v[kScoreWarps];
 #pragma unroll
-    for (int w = 0; w < kScoreWarps; ++w) {
-      if (kUnits >= 2 && has_unit(0)) wide[w] = reinterpret_cast<const float4*>(from)[at + w * 32];
-      if (kUnits != 2 && has_unit(kUnits - 1)) {
-        narrow[w] = reinterpret_cast<const float2*>(from + Cfg::kWideBytes)[at + w * 32];
+      for (int w = 0; w < kScoreWarps; ++w) {
+        if (has_pair(0)) v[w] = reinterpret_cast<const float4*>(from)[at + w * 32];
       }
+      x[0][0] = (v[0].x + v[1].x) + (v[2].x + v[3].x), x[0][1] = (v[0].y + v[1].y) + (v[2].y + v[3].y);
+      x[1][0] = (v[0].z + v[1].z) + (v[2].z + v[3].z), x[1][1] = (v[0].w + v[1].w) + (v[2].w + v[3].w);
     }
-    const float scale = a.p.sm_scale * a.p.kv_scale * kLog2e;
-    const auto total = [&](int i, float v0, float v1, float v2, float v3) {
-      return has_unit(i) ? ((v0 + v1) + (v2 + v3)) * scale : -INFINITY;
-    };
-    if constexpr (kUnits >= 2) {
-      x[0][0] = total(0, wide[0].x, wide[1].x, wide[2].x, wide[3].x);
-      x[0][1] = total(0, wide[0].y, wide[1].y, wide[2].y, wide[3].y);
-      x[1][0] = total(1, wide[0].z, wide[1].z, wide[2].z, wide[3].z);
-      x[1][1] = total(1, wide[0].w, wide[1].w, wide[2].w, wide[3].w);
-    }
-    if constexpr (kUnits != 2) {
-      x[kUnits - 1][0] = total(kUnits - 1, narrow[0].x, narrow[1].x, narrow[2].x, narrow[3].x);
-      x[kUnits - 1][1] = total(kUnits - 1, narrow[0].y, narrow[1].y, narrow[2].y, narrow[3].y);
+    if constexpr (kSplits) {
+      float2 v[kScoreWarps];
+#pragma unroll
+      for (int w = 0; w < kScoreWarps; ++w) {
+        if (has_pair(kPairs - 1)) v[w] = reinterpret_cast<const float2*>(from + Cfg::kWideBytes)[at + w * 32];
+      }
+      x[kUnits - 1][0] = (v[0].x + v[1].x) + (v[2].x + v[3].x);
+      x[kUnits - 1][1] = (v[0].y + v[1].y) + (v[2].y + v[3].y);
     }
   }
 
   // The soft cap, and what a row may not see among the request's own new tokens.
   __device__ void cap_and_mask(float (&x)[kUnits][2], int tile) const {
-    const int queries = q_len(a, batch), new_tokens = min(queries, length);
-    const int j = tile * kTileTokens + 8 * half() + lane / 4 - (length - new_tokens);
+    const int length = kv_len(a, batch), queries = q_len(a, batch), new_tokens = min(queries, length);
+    const float scale = a.p.sm_scale * a.p.kv_scale;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
+      const int j = tile * kTileTokens + 8 * half(i) + lane / 4 - (length - new_tokens);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (a.p.logit_cap > 0.f) x[i][c] = soft_cap(x[i][c] * kLn2, a.p.logit_cap) * kLog2e;
-        const int token = min(first_row + row(i, c), queries * a.p.heads - 1) / a.p.heads;
+        if (a.p.logit_cap > 0.f) x[i][c] = soft_cap(x[i][c] * scale, a.p.logit_cap) / scale;
+        const int token = min(first_row + row(pair_of(i), c), queries * a.p.heads - 1) / a.p.heads;
         bool seen = j < 0;
         if (j >= 0 && j < new_tokens && token < new_tokens) {
           seen = a.p.tree_mask
@@ -468,21 +442,23 @@ struct ValueRole {
     }
   }
 
-  // Probabilities of this thread's logits to shared memory; returns whether one is above its reference's slack.
-  __device__ bool exponentiate(const float (&x)[kUnits][2], float (&prob)[kUnits][2], char* probs) const {
+  // Probabilities of this thread's logits to shared memory, and the row sums with them; returns whether one is above
+  // its reference's slack.
+  __device__ bool exponentiate(const float (&x)[kUnits][2], float (&sum)[kPairs][2], char* probs) const {
     bool exceeds = false;
-    char* at = probs + (8 * half() + lane / 4) * Cfg::kProbStride + warp / 2 * 16 + lane % 4 * 4;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
+      const int pair = pair_of(i);
+      float prob[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float above = x[i][c] - reference[i][c];
-        exceeds |= above > kRescaleSlack;
-        prob[i][c] = ptx::exp2_approx(above);
+        const float above = fmaf(x[i][c], log2_scale(), -reference[pair][c]);
+        exceeds |= has_pair(pair) && above > kRescaleSlack;
+        prob[c] = ptx::exp2_approx(above);
+        sum[pair][c] = (i == 1 ? sum : row_sum)[pair][c] + prob[c];
       }
-      if (has_unit(i)) {
-        *reinterpret_cast<uint32_t*>(at + i * kValueWarps / 2 * 16) = ptx::pack2<Mma>(prob[i][0], prob[i][1]);
-      }
+      char* at = probs + (8 * half(i) + lane / 4) * Cfg::kProbStride + group(pair) * 16 + lane % 4 * 4;
+      if (has_pair(pair)) *reinterpret_cast<uint32_t*>(at) = ptx::pack2<Mma>(prob[0], prob[1]);
     }
     return exceeds;
   }
@@ -490,30 +466,31 @@ struct ValueRole {
   // Moves the references of rows that have risen by more than the slack, and rescales what was summed against them.
   // Rare.
   __device__ void raise_references(const float (&x)[kUnits][2]) {
-    const int peaks = Cfg::kRowPairs + half() * Cfg::kRows * 4, other = Cfg::kRowPairs + (1 - half()) * Cfg::kRows * 4;
-    float peak[kUnits][2];
+    const int own = Cfg::kRowPairs + warp % 2 * Cfg::kRows * 4,
+              other = Cfg::kRowPairs + (1 - warp % 2) * Cfg::kRows * 4;
+    float peak[kPairs][2];
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
+    for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        peak[i][c] = x[i][c];
+        peak[i][c] = log2_scale() * (is_split(i) ? x[kUnits - 1][c] : fmaxf(x[0][c], x[1 % kUnits][c]));
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) peak[i][c] = fmaxf(peak[i][c], __shfl_xor_sync(~0u, peak[i][c], step));
-        if (lane < 4 && has_unit(i)) shared_row(peaks, row(i, c)) = peak[i][c];
+        if (is_split(i) && lane < 4 && has_pair(i)) shared_row(own, row(i, c)) = peak[i][c];
       }
     }
     ptx::barrier_sync(kValueBarrier, kValueThreads);
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      if (!has_unit(i)) continue;
+    for (int i = 0; i < kPairs; ++i) {
+      if (!has_pair(i)) continue;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        peak[i][c] = fmaxf(peak[i][c], shared_row(other, row(i, c)));
+        if (is_split(i)) peak[i][c] = fmaxf(peak[i][c], shared_row(other, row(i, c)));
         const bool rises = peak[i][c] > reference[i][c] + kRescaleSlack;
         const float factor = rises ? ptx::exp2_approx(reference[i][c] - peak[i][c]) : 1.f;
         if (rises) reference[i][c] = peak[i][c];
         row_sum[i][c] *= factor;
-        if (half() == 0 && lane < 4) shared_row(Cfg::kRescale, row(i, c)) = factor;
+        if (lane < 4 && (!is_split(i) || warp % 2 == 0)) shared_row(Cfg::kRescale, row(i, c)) = factor;
       }
     }
     ptx::barrier_sync(kValueBarrier, kValueThreads);
@@ -524,18 +501,35 @@ struct ValueRole {
     }
   }
 
-  // Online softmax of a tile's logits: probabilities of all rows in `probs` when it returns.
-  __device__ void softmax(const float (&x)[kUnits][2], char* probs) {
-    float prob[kUnits][2];
-    const bool exceeds = exponentiate(x, prob, probs);  // right unless a reference has to rise
-    if (__builtin_expect(ptx::barrier_any(kValueBarrier, kValueThreads, exceeds), 0)) {
-      raise_references(x);
-      exponentiate(x, prob, probs);
-      ptx::barrier_sync(kValueBarrier, kValueThreads);
-    }
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) row_sum[i][0] += prob[i][0], row_sum[i][1] += prob[i][1];
+  // Receives a tile's logits and makes probabilities of them, which are right unless a reference has to rise: then
+  // true, and the sums are as they were.
+  template <bool MayMask>
+  __device__ bool softmax(int tile, Ring<Cfg::kPartialBuffers> partials, int buffer, float (&x)[kUnits][2]) {
+    ptx::mbarrier_wait(bars.published(partials.slot), partials.parity);
+    receive(partials.slot, x);
+    arrive(bars.consumed(partials.slot), lane);
+    if (MayMask && tile >= plain_end) cap_and_mask(x, tile);
+    float sum[kPairs][2];
+    const bool exceeds = exponentiate(x, sum, probs_at(buffer));
+    if (__builtin_expect(ptx::barrier_any(kValueBarrier, kValueThreads, exceeds), 0)) return true;
+    set_sums(sum);
+    return false;
   }
+
+  // The same again, with higher references.
+  __device__ void softmax_again(int buffer, const float (&x)[kUnits][2]) {
+    raise_references(x);
+    float sum[kPairs][2];
+    exponentiate(x, sum, probs_at(buffer));
+    ptx::barrier_sync(kValueBarrier, kValueThreads);
+    set_sums(sum);
+  }
+
+  __device__ void set_sums(const float (&sum)[kPairs][2]) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) row_sum[i][0] = sum[i][0], row_sum[i][1] = sum[i][1];
+  }
+  __device__ char* probs_at(int buffer) const { return smem + Cfg::kProbs + buffer * Cfg::kProbBytes; }
 
   // P^T fragments: tokens 0-7 and 8-15 of row group j.
   __device__ void load_probs(uint32_t probs, uint32_t (&p)[RowGroups][2]) const {
@@ -554,13 +548,11 @@ struct ValueRole {
   // One ldmatrix of V^T: an m-tile of bf16, two of fp8, as stored.
   static constexpr int kLoadTiles = 2 / Kv::kBytes, kLoads = kTiles / kLoadTiles;
   __device__ void load_values(uint32_t stage, int n, uint32_t (&raw)[4]) const {
-    if constexpr (Kv::kBytes == 2) {
-      const uint32_t at =
-          stage + (lane % 8 + lane / 16 * 8) * Cfg::kRowStride + warp * kColumns * 2 + (lane / 8 % 2) * 16;
-      ptx::ldmatrix_x4_trans(raw, at + n * 32);
-    } else {
-      ptx::ldmatrix_x4_trans(raw, stage + (lane % 16) * Cfg::kRowStride + warp * kColumns + lane / 16 * 16 + n * 32);
-    }
+    const int token = Kv::kBytes == 2 ? lane % 8 + lane / 16 * 8 : lane % 16;
+    const int chunk = Kv::kBytes == 2 ? lane / 8 % 2 : lane / 16;
+    const uint32_t at = stage + token * Cfg::kRowBytes + warp * kColumns * Kv::kBytes + Cfg::chunk_at(token, chunk);
+    constexpr int kBlockLoads = Cfg::kBlockBytes / 32;
+    ptx::ldmatrix_x4_trans(raw, (at ^ (n % kBlockLoads * 32)) + n / kBlockLoads * Cfg::kBlockBytes);
   }
 
   // Adds its m-tiles of V^T P^T.
@@ -615,20 +607,24 @@ struct ValueRole {
       return shared_row(Cfg::kRowPairs, r) + shared_row(Cfg::kRowPairs, Cfg::kRows + r);
     };
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
+    for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) row_sum[i][c] += __shfl_xor_sync(~0u, row_sum[i][c], step);
-        if (lane < 4 && has_unit(i)) shared_row(Cfg::kRowPairs, half() * Cfg::kRows + row(i, c)) = row_sum[i][c];
+        if (lane < 4 && has_pair(i)) {
+          const int own = is_split(i) ? warp % 2 : 0;
+          shared_row(Cfg::kRowPairs, own * Cfg::kRows + row(i, c)) = row_sum[i][c];
+          if (!is_split(i)) shared_row(Cfg::kRowPairs, Cfg::kRows + row(i, c)) = 0.f;
+        }
       }
     }
     ptx::barrier_sync(kValueBarrier, kValueThreads);
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
+    for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (half() != 0 || lane >= 4 || !has_unit(i) || row(i, c) >= valid_rows) continue;
+        if ((is_split(i) && warp % 2 != 0) || lane >= 4 || !has_pair(i) || row(i, c) >= valid_rows) continue;
         const float sum = sum_of(row(i, c));
         const float lse = sum > 0.f ? (reference[i][c] + log2f(sum)) * kLn2 : -INFINITY;
         (segment.whole() ? a.p.lse[out_row + row(i, c)] : a.ws.lse[slot_row + row(i, c)]) = lse;
@@ -649,8 +645,22 @@ struct ValueRole {
     }
   }
 
+  // O += V^T P^T of the tile in that stage.
+  __device__ void accumulate(int stage_slot, int buffer) {
+    const uint32_t stage = ptx::smem_addr(smem + Cfg::kStages0) + stage_slot * Cfg::kStageBytes;
+    uint32_t values[2][4];  // loaded one ahead of their products
+    uint32_t p[RowGroups][2];
+    load_values(stage, 0, values[0]);
+    load_probs(ptx::smem_addr(probs_at(buffer)), p);
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      if (n + 1 < kLoads) load_values(stage, n + 1, values[(n + 1) % 2]);
+      multiply(n, values[n % 2], p);
+    }
+    arrive(bars.done(stage_slot), lane);
+  }
+
   __device__ void run(Work work) {
-    const uint32_t stages = ptx::smem_addr(smem + Cfg::kStages0);
     first_row = work.row_tile * Cfg::kRows;
     Ring<Cfg::kStages> ring;
     Ring<Cfg::kPartialBuffers> partials;
@@ -658,33 +668,35 @@ struct ValueRole {
     do {
       const Segment& segment = work.segment;
       batch = segment.batch;
-      length = kv_len(a, batch);
+      const int length = uniform(kv_len(a, batch));
       // Tiles that lie wholly in the prefix need no mask.
-      const int plain_end = a.p.logit_cap > 0.f ? 0 : (length - min(q_len(a, batch), length)) / kTileTokens;
+      plain_end = a.p.logit_cap > 0.f ? 0 : (length - min(uniform(q_len(a, batch)), length)) / kTileTokens;
       clear();
 #pragma unroll 1
-      for (int tile = segment.tile_begin; tile < segment.tile_end; ++tile) {
-        char* probs = smem + Cfg::kProbs + probs_buffer * Cfg::kProbBytes;
-        const uint32_t stage = stages + ring.slot * Cfg::kStageBytes;
+      for (int tile = segment.tile_begin; tile < segment.tile_end;) {
         float x[kUnits][2];
-        uint32_t values[2][4];  // loaded one ahead of their products
-        ptx::mbarrier_wait(bars.published(partials.slot), partials.parity);
-        receive(partials.slot, x);
-        arrive(bars.consumed(partials.slot), lane);
-        if (__builtin_expect(tile >= plain_end, 0)) cap_and_mask(x, tile);
-        load_values(stage, 0, values[0]);
-        softmax(x, probs);
-        uint32_t p[RowGroups][2];
-        load_probs(ptx::smem_addr(probs), p);
+        bool rises = false;
+        if (Cfg::kUnrolls && ring.slot == 0 && tile + Cfg::kStages <= min(segment.tile_end, plain_end)) {
+          // A round of the stages: slots and parities are constants.
+          using Buffers = Ring<Cfg::kPartialBuffers>;
 #pragma unroll
-        for (int n = 0; n < kLoads; ++n) {
-          if (n + 1 < kLoads) load_values(stage, n + 1, values[(n + 1) % 2]);
-          multiply(n, values[n % 2], p);
+          for (int n = 0; n < Cfg::kStages; ++n) {
+            rises = softmax<false>(tile, Buffers::after(n), n % 2, x);
+            if (__builtin_expect(rises, 0)) {  // go on below, tile by tile
+              ring.slot = n, partials = Buffers::after(n), probs_buffer = n % 2;
+              break;
+            }
+            accumulate(n, n % 2);
+            ++tile;
+          }
+          if (!rises) continue;
+        } else {
+          rises = softmax<true>(tile, partials, probs_buffer, x);
         }
-        arrive(bars.done(ring.slot), lane);
-        ring.advance();
-        partials.advance();
-        probs_buffer ^= 1;
+        if (rises) softmax_again(probs_buffer, x);
+        accumulate(ring.slot, probs_buffer);
+        ring.advance(), partials.advance(), probs_buffer ^= 1;
+        ++tile;
       }
       finish(segment);
     } while (work.next(a));
@@ -708,12 +720,13 @@ __global__ void __launch_bounds__(kThreads, 1) verify_kernel(const __grid_consta
   }
   ptx::launch_dependents();  // the merge may be set up; it waits for this grid to end
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  Work& work = *reinterpret_cast<Work*>(smem + Cfg::kWork);
+  Work& found = *reinterpret_cast<Work*>(smem + Cfg::kWork);
   if (warp == 0) {
-    const Work found = locate_work(a, Cfg::kRows);
-    if (lane == 0) work = found;
+    const Work share = locate_share(a, Cfg::kRows);
+    if (lane == 0) found = share;
   }
   __syncthreads();
+  const Work work = uniform(found);
   if (work.left == 0) return;
   if (warp < kScoreWarps) {
     ScoreRole<Kv, RowGroups> role(a, smem, bars, work, warp, lane);

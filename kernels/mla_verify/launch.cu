@@ -87,6 +87,7 @@ int32_t sm120_mla_splits(int32_t q_len, int32_t heads, int32_t num_sms) {
 int sm120_mla_verify(const sm120_mla_params* params, void* stream) {
   using namespace sm120::mla;
   if (params->total_q == 0) return cudaSuccess;
+  if (params->batch <= 0) return cudaErrorInvalidValue;  // rows of no request
   const Args args{*params, partition(*params), workspace(*params)};
   const int blocks = args.part.row_tiles * args.part.splits;
   const int status = params->kv_is_fp8 ? dispatch<Fp8Kv>(args, blocks, stream) : dispatch<Bf16Kv>(args, blocks, stream);

@@ -23,8 +23,8 @@ __device__ Partials uniform_partials(const Args& a, int b, int row_tile) {
   if (tiles == 0) return {};
   const int begin = first / per_split, end = (first + tiles - 1) / per_split;
   const auto block = [&](int split) { return split * a.part.row_tiles + row_tile; };
-  return {end - begin + 1, partial_slot(a, block(begin), begin * per_split > first),
-          partial_slot(a, block(begin + 1), true), 2 * a.part.row_tiles};
+  return {end - begin + 1, partial_slot(a, block(begin), false), partial_slot(a, block(begin + 1), true),
+          2 * a.part.row_tiles};
 }
 
 __device__ Partials ragged_partials(const Args& a, int b, int row_tile, int rows) {

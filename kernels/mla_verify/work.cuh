@@ -1,5 +1,5 @@
-// The split plan, computed by every warp of every block from the lengths on the device: which tiles of which requests
-// a block works on. Nothing here depends on the host knowing a length, so a captured launch serves any.
+// The split plan, computed by one warp of every block from the lengths on the device: which tiles of which requests a
+// block works on. Nothing here depends on the host knowing a length, so a captured launch serves any.
 //
 //   uniform q: blocks = splits x row_tiles. All requests' tiles form one line, cut into `splits` equal pieces; the
 //              row tiles of a piece run side by side, so the second one finds its KV in L2.
@@ -128,8 +128,7 @@ __device__ inline Work locate_share(const Args& a, int rows) {
   return work;
 }
 
-__device__ inline Work locate_work(const Args& a, int rows) {
-  const Work w = locate_share(a, rows);
+__device__ __forceinline__ Work uniform(const Work& w) {
   const Segment& s = w.segment;
   return {uniform(w.row_tile),
           uniform(w.left),
