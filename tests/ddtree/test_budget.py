@@ -36,7 +36,10 @@ class Traffic:
             width = policy.choose(self.batch_size, context)
             trees = self.trees(self.batch_size)
             accepted = self._rng.random(trees.shape) < self.chances(trees)
-            policy.observe(width, trees if width > 1 else None, accepted, self.batch_size)
+            if width > 1:
+                policy.observe(width, trees, accepted)
+            else:
+                policy.pass_over(self.batch_size)
             chosen.append(width)
         return chosen
 

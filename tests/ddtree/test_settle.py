@@ -53,15 +53,14 @@ def test_the_tail_settles_the_argmax(captured):
 def test_the_smallest_graph_that_holds_the_batch_is_read(captured):
     _, settler = captured
     assert settler.path(2, 3).tokens.data_ptr() != settler.path(3, 3).tokens.data_ptr()
-    settler._paths[3, 4].bonus.fill_(63)
+    settler._paths[3, 4][1].fill_(63)
     assert settler.path(2, 3).bonus.tolist() == [0, 10] and settler.path(3, 3).bonus.tolist() == [63] * 3
 
 
 def test_what_outlives_the_step_is_a_copy(captured):
     _, settler = captured
     before = settler.path(2, 3)
-    for name in ("tokens", "commit_lens", "bonus", "ends"):
-        getattr(settler._paths[3, 2], name).fill_(7)
+    settler._paths[3, 2][1].fill_(7)
     assert before.bonus.tolist() == [0, 10] and before.ends.tolist() == [101, 101]
     assert before.commit_lens.tolist() == [1, 1] and before.tokens[:, 0].tolist() == [0, 10]
 
@@ -87,6 +86,26 @@ def test_an_outcome_says_which_nodes_were_accepted():
     probabilities, accepted = outcome.read()
     assert probabilities[0].tolist() == pytest.approx([1.0, 0.3679, 0.1353, 0.0498], abs=1e-4)
     assert accepted.tolist() == [[True, False, True, False], [True, False, False, False]]
+
+
+def test_a_probe_is_heard_of_though_no_draft_follows(monkeypatch):
+    """Steps without a draft send nothing, yet they let the results of the steps before them arrive."""
+    module = adaptive()
+    heard, passed = [], []
+    policy = types.SimpleNamespace(
+        observe=lambda width, *_: heard.append(width), pass_over=passed.append, choose=lambda *_: 1
+    )
+    state = types.SimpleNamespace(
+        policy=policy, _steps=0, _pending=module.deque(), _host_is_hidden=False, _use=lambda _: None
+    )
+    batch = types.SimpleNamespace(seq_lens_cpu=torch.tensor([5, 6]))
+    path = types.SimpleNamespace(nodes=torch.zeros(2, 3, dtype=torch.int64))
+    drafted = types.SimpleNamespace(masses=torch.zeros(2, 4))
+    for step in range(2 + module.LAG_STEPS):
+        module.AdaptiveWidth.choose(state, batch)
+        assert heard == ([] if step <= module.LAG_STEPS else [9])
+        module.AdaptiveWidth.record(state, path, drafted, 9 if step == 0 else 1)
+    assert passed == [2] * (1 + module.LAG_STEPS)
 
 
 @pytest.mark.parametrize(

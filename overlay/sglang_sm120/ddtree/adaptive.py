@@ -31,7 +31,7 @@ REPEATS, HEAD_START_CYCLES = 5, 40_000_000
 # Results are read this many steps later: under overlap scheduling their step is over then on every rank.
 LAG_STEPS = 2
 # Step times are looked at over so many steps; one this much longer than its device part was held up by the host.
-PACE_STEPS, HOST_BOUND = 32, 1.15
+PACE_STEPS, HOST_BOUND = 32, 1.1
 
 
 @dataclass
@@ -40,28 +40,27 @@ class _Outcome:
 
     width: int
     nodes: Tensor
-    masses: Tensor | None
+    masses: Tensor
     arrived: Any
 
     @classmethod
-    def send(cls, width: int, nodes: Tensor, masses: Tensor | None) -> _Outcome:
+    def send(cls, width: int, nodes: Tensor, masses: Tensor) -> _Outcome:
         """Start the copies."""
         if not nodes.is_cuda:
             return cls(width, nodes, masses, None)
-        on_host = _to_pinned(nodes), None if masses is None else _to_pinned(masses)
+        on_host = _to_pinned(nodes), _to_pinned(masses)
         arrived = torch.cuda.Event()
         arrived.record()
         return cls(width, *on_host, arrived)
 
-    def read(self) -> tuple[np.ndarray | None, np.ndarray]:
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
         """Probabilities of the nodes, and which were accepted; `[B, Q]` both."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        nodes = self.nodes.numpy()
-        width = self.width if self.masses is None else self.masses.shape[1]
-        accepted = np.zeros((len(nodes), width), dtype=bool)
-        np.put_along_axis(accepted, nodes, True, axis=1)
-        return None if self.masses is None else np.exp(self.masses.numpy()), accepted
+        masses = self.masses.numpy()
+        accepted = np.zeros(masses.shape, dtype=bool)
+        np.put_along_axis(accepted, self.nodes.numpy(), True, axis=1)
+        return np.exp(masses), accepted
 
 
 def _to_pinned(values: Tensor) -> Tensor:
@@ -80,7 +79,8 @@ class AdaptiveWidth:
         self._context_tokens = CONTEXT_TOKENS[device]
         widths = offered_widths(worker.block_size, worker.widest)
         self._graphs = {width: self._graph(width) for width in widths}
-        self._pending: deque[_Outcome] = deque()
+        self._steps = 0
+        self._pending: deque[tuple[int, _Outcome]] = deque()
         self.policy = WidthPolicy(widths, self._measure(widths))
         self._host_is_hidden = device == "cuda" and not get_schedule().disable_overlap_schedule
         self._paces: tuple[list[tuple[float, float]], ...] = ([], [])  # of steps without a draft, and with one
@@ -88,10 +88,11 @@ class AdaptiveWidth:
 
     def choose(self, batch: ScheduleBatch) -> int:
         """The width for this step; makes its graph the current one."""
-        while len(self._pending) > LAG_STEPS:
-            outcome = self._pending.popleft()
+        self._steps += 1
+        while self._pending and self._pending[0][0] <= self._steps:
+            _, outcome = self._pending.popleft()
             probabilities, accepted = outcome.read()
-            self.policy.observe(outcome.width, probabilities, accepted, len(accepted))
+            self.policy.observe(outcome.width, probabilities, accepted)
         lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
         batch_size, context_tokens = len(lens), int(lens.sum())
         width = self.policy.choose(batch_size, context_tokens)
@@ -101,13 +102,16 @@ class AdaptiveWidth:
         return width
 
     def record(self, path: Path, drafted: DraftTree, width: int) -> None:
-        """Start the way of what was drafted and accepted to the host."""
-        self._pending.append(_Outcome.send(width, path.nodes, drafted.masses if width > 1 else None))
+        """Start the way of what was drafted and accepted to the host, if anything was."""
+        if width > 1:
+            self._pending.append((self._steps + LAG_STEPS + 1, _Outcome.send(width, path.nodes, drafted.masses)))
+        else:
+            self.policy.pass_over(len(path.nodes))
 
     def _watch_pace(self, drafts: bool, device_seconds: float) -> None:
         """Learn how fast the host launches steps, from those that took longer than their device part.
 
-        The shortest of some steps counts, as prompts come between others. Rank 0's figure holds for all ranks.
+        The median of some steps counts, as prompts come between a few. Rank 0's figure holds for all ranks.
         """
         now = time.perf_counter()
         last, self._last = self._last, (drafts, now, device_seconds)
@@ -118,7 +122,7 @@ class AdaptiveWidth:
         pace.append((now - begun, expected))
         if len(pace) < PACE_STEPS:
             return
-        taken, expected = min(pace)
+        taken, expected = np.median(pace, axis=0).tolist()
         pace.clear()
         floors = self.policy.costs.floors
         floors[drafted] = taken if taken > HOST_BOUND * expected else min(floors[drafted], taken)

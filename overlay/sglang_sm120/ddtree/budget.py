@@ -120,15 +120,18 @@ class WidthPolicy:
             return wider
         return best
 
-    def observe(self, width: int, probabilities: np.ndarray | None, accepted: np.ndarray, batch_size: int) -> None:
-        """Learn from a step of `batch_size` requests.
+    def pass_over(self, batch_size: int) -> None:
+        """Note a step of `batch_size` requests that drafted nothing: what is known of the trees gets older."""
+        self._since_draft += batch_size
 
-        probabilities: `[B, max(widths)]` of the tree's nodes by the drafter; None if nothing was drafted.
+    def observe(self, width: int, probabilities: np.ndarray, accepted: np.ndarray) -> None:
+        """Learn from a step of `B` requests that verified `width` nodes each.
+
+        probabilities: `[B, max(widths)]` of the tree's nodes by the drafter.
         accepted: `[B, max(widths)]` bool, whether a node was on the path; those below `width` count.
         """
+        batch_size = len(probabilities)
         self._since_draft += batch_size
-        if probabilities is None:
-            return
         self.belief.learn(probabilities[:, 1:width], accepted[:, 1:width])
         weight = min(MAX_STEP_WEIGHT, 1 - 0.5 ** (self._since_draft / TREE_REQUESTS))
         weight = max(weight, batch_size / (self._verified + batch_size))

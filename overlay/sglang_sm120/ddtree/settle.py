@@ -25,13 +25,13 @@ class CapturedSettler:
         self._worker = worker
         self._is_live = torch.zeros(1, dtype=torch.int32, device=worker.device)
         self._is_armed = False
-        self._paths: dict[tuple[int, int], Path] = {}
+        self._paths: dict[tuple[int, int], tuple[Path, torch.Tensor]] = {}
         worker.model_runner.capture_tail_hooks.append(self.capture)
 
     def capture(self, graph_runner: Any, output: Any, forward_batch: Any, _num_tokens: int) -> None:
-        """Record the settling of greedy choices; the path stays in memory of its own."""
+        """Record the settling of greedy choices; the path stays in memory of its own, what outlives the step in one."""
         batch, width = forward_batch.batch_size, graph_runner.captured_req_width
-        self._paths[width, batch] = self._worker.settle(
+        path = self._worker.settle(
             forward_batch.input_ids.view(batch, width),
             output.next_token_logits.argmax(-1).view(batch, width),
             forward_batch.out_cache_loc.view(batch, width),
@@ -39,6 +39,8 @@ class CapturedSettler:
             output.hidden_states,
             self._is_live,
         )
+        outlives = torch.cat([path.tokens.flatten(), path.bonus, path.ends, path.commit_lens])
+        self._paths[width, batch] = path, outlives
 
     def arm(self, is_armed: bool) -> bool:
         """Let the next replay settle, or not; returns `is_armed`."""
@@ -50,9 +52,12 @@ class CapturedSettler:
     def path(self, batch: int, width: int) -> Path:
         """What the last replay of this width committed, for its first `batch` requests.
 
-        Copies where the result outlives the step: the next replay writes to the same memory.
+        What outlives the step is copied, all at once: the next replay writes to the same memory.
         """
-        captured = self._paths[width, min(size for w, size in self._paths if w == width and size >= batch)]
+        size = min(size for w, size in self._paths if w == width and size >= batch)
+        captured, outlives = self._paths[width, size]
+        tokens, *vectors = outlives.clone().split([captured.tokens.numel(), size, size, size])
+        bonus, ends, commit_lens = (vector[:batch] for vector in vectors)
         own = dataclasses.replace(captured, **{f.name: getattr(captured, f.name)[:batch] for f in fields(Path)})
-        kept = {name: getattr(own, name).clone() for name in ("tokens", "commit_lens", "bonus", "ends")}
-        return dataclasses.replace(own, **kept)
+        kept = {"tokens": tokens.view_as(captured.tokens)[:batch], "bonus": bonus, "ends": ends}
+        return dataclasses.replace(own, **kept, commit_lens=commit_lens)

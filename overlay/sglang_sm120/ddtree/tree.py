@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Set
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -92,7 +93,7 @@ class Path:
     rows: `[B, D + 1]` int64 the nodes as rows of the verify batch.
     sources, targets: `[B, D + 1]` int64 slots that the nodes' KV is in and belongs in; target -1 where it is there, or
         past the end.
-    commit_lens: `[B]` int32, at least 1.
+    commit_lens: `[B]` integers, at least 1.
     bonus: `[B]` int64 the last committed token, root of the next tree.
     ends: `[B]` int64 committed length after this step.
     """
@@ -165,8 +166,14 @@ def build_trees(roots: Tensor, ids: Tensor, log_probs: Tensor, budget: int, out:
 
 def lone_roots(roots: Tensor) -> DraftTree:
     """Trees of the root alone: a step without speculation."""
-    column = torch.zeros((len(roots), 1), dtype=torch.int32, device=roots.device)
-    return DraftTree(roots[:, None], column - 1, column, column[..., None] + 1, column.float())
+    return DraftTree(roots[:, None], *_lone(len(roots), roots.device))
+
+
+@cache
+def _lone(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What all trees of a root alone share: made once, as such a step is there to cost little."""
+    column = torch.zeros((batch, 1), dtype=torch.int32, device=device)
+    return column - 1, column, column[..., None] + 1, column.float()
 
 
 def open_window(

@@ -120,7 +120,8 @@ class DDTreeWorker(DFlashWorkerV2):
         batch, width = tokens.shape
         parents = self.parents[: batch * width].view(batch, width)
         path = trees.walk(tokens, parents, choices, slots, prefix_lens, min(self.block_size, width) - 1, is_live)
-        self._move_target_kv(path)
+        if width > 1:  # a root's KV is in its place
+            self._move_target_kv(path)
         self._append_draft_kv(path, slots, prefix_lens, hidden)
         return path
 
