@@ -133,5 +133,16 @@ def test_cost_is_a_line_between_measured_batches(batch_size, expected):
 
 
 def test_no_width_is_cheaper_than_launching_it():
-    table = StepCosts({1: {1: (1.0, 0.0)}, 8: {1: (2.0, 0.0)}, 32: {1: (5.0, 0.0)}}, floors=[1.5, 3.0])
+    table = StepCosts({1: {1: (1.0, 0.0)}, 8: {1: (2.0, 0.0)}, 32: {1: (5.0, 0.0)}})
+    table.learn(False, 1.5, 1.0, is_host_bound=True)
+    table.learn(True, 3.0, 2.0, is_host_bound=True)
     assert [table.estimate(width, 1, 0) for width in (1, 8, 32)] == [1.5, 3.0, 5.0]
+
+
+def test_what_the_device_takes_longer_than_measured_holds_for_all_widths_of_a_kind():
+    table = StepCosts({1: {1: (1.0, 0.0)}, 8: {1: (2.0, 0.0)}, 32: {1: (5.0, 0.0)}})
+    table.learn(True, 6.0, 5.0, is_host_bound=False)
+    assert [table.estimate(width, 1, 0) for width in (1, 8, 32)] == pytest.approx([1.0, 2.4, 6.0])
+    table.learn(True, 3.0, 2.0, is_host_bound=True)
+    table.learn(True, 2.0, 2.0, is_host_bound=False)
+    assert table.estimate(8, 1, 0) == pytest.approx(2.0), "the host is known to launch one in this time"

@@ -96,7 +96,7 @@ def test_a_probe_is_heard_of_though_no_draft_follows(monkeypatch):
         observe=lambda width, *_: heard.append(width), pass_over=passed.append, choose=lambda *_: 1
     )
     state = types.SimpleNamespace(
-        policy=policy, _steps=0, _pending=module.deque(), _host_is_hidden=False, _use=lambda _: None
+        policy=policy, _steps=0, _pending=module.deque(), _host_is_hidden=False, _use=lambda _: None, _end=torch.cpu.Event()
     )
     batch = types.SimpleNamespace(seq_lens_cpu=torch.tensor([5, 6]))
     path = types.SimpleNamespace(nodes=torch.zeros(2, 3, dtype=torch.int64))
@@ -108,38 +108,48 @@ def test_a_probe_is_heard_of_though_no_draft_follows(monkeypatch):
     assert passed == [2] * (1 + module.LAG_STEPS)
 
 
-@pytest.mark.parametrize(
-    "taken, before, floor",
-    [(3.0, 0.0, 3.0), (1.05, 0.0, 0.0), (1.05, 2.0, 1.05), (0.5, 2.0, 0.5)],
-    ids=["held up by the host", "bound by the device", "the host got faster", "faster than measured"],
-)
-def test_the_host_sets_a_floor_under_step_times(monkeypatch, taken, before, floor):
+@pytest.fixture
+def pace(monkeypatch):
+    """`watch(drafts, took, expected, idle)` for a step that took so long; what was learned."""
     module = adaptive()
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(
         module, "get_parallel", lambda: types.SimpleNamespace(tp_group=types.SimpleNamespace(world_size=1))
     )
-    costs = types.SimpleNamespace(floors=[before, before])
-    state = types.SimpleNamespace(policy=types.SimpleNamespace(costs=costs), _paces=([], []), _last=None)
-    for step in range(module.PACE_STEPS + 1):
-        module.AdaptiveWidth._watch_pace(state, True, 1.0)
-        now[0] += taken if step % 3 else 10 * taken  # prompts come between
-    assert costs.floors == [before, pytest.approx(floor)]
+    costs = module.StepCosts({})
+    end = types.SimpleNamespace()
+    state = types.SimpleNamespace(policy=types.SimpleNamespace(costs=costs), _drafts=False, _pace=[], _end=end)
+
+    def watch(drafts, took, expected=1.0, idle=False):
+        end.query = lambda: idle
+        module.AdaptiveWidth._watch_pace(state, drafts, expected)
+        now[0] += took
+
+    return watch, costs, module.LAG_STEPS + module.PACE_STEPS + 1
 
 
-def test_a_step_without_a_draft_has_a_floor_of_its_own(monkeypatch):
-    """The host launches it in less time than one that drafts."""
-    module = adaptive()
-    now = [0.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(
-        module, "get_parallel", lambda: types.SimpleNamespace(tp_group=types.SimpleNamespace(world_size=1))
-    )
-    costs = types.SimpleNamespace(floors=[0.0, 0.0])
-    state = types.SimpleNamespace(policy=types.SimpleNamespace(costs=costs), _paces=([], []), _last=None)
-    for step in range(2 * module.PACE_STEPS + 1):
-        drafts = step % 2 == 0
-        module.AdaptiveWidth._watch_pace(state, drafts, 1.0)
-        now[0] += 3.0 if drafts else 2.0
-    assert costs.floors == pytest.approx([2.0, 3.0])
+@pytest.mark.parametrize("idle, learned", [(True, (3.0, 1.0)), (False, (0.0, 3.0))], ids=["host", "device"])
+def test_a_step_takes_as_long_as_the_slower_of_host_and_device(pace, idle, learned):
+    watch, costs, steps = pace
+    for step in range(steps):
+        watch(True, 3.0 if step % 3 else 30.0, idle=idle)  # prompts come between
+    assert costs.learned == [(0.0, 1.0), pytest.approx(learned)]
+
+
+def test_a_step_without_a_draft_has_figures_of_its_own(pace):
+    watch, costs, steps = pace
+    for drafts, took in ((True, 3.0), (False, 2.0)):
+        for _ in range(steps):
+            watch(drafts, took, idle=True)
+    assert costs.learned == [(2.0, 1.0), (3.0, 1.0)]
+
+
+def test_steps_after_one_of_the_other_kind_say_nothing(pace):
+    """A probe's time shows in the steps that follow it."""
+    watch, costs, steps = pace
+    for _ in range(20):
+        watch(True, 0.1)
+        for _ in range(steps - 1):
+            watch(False, 9.0)
+    assert costs.learned == [(0.0, 1.0), (0.0, 1.0)]

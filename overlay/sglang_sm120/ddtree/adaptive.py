@@ -28,10 +28,11 @@ BATCH_SIZES = (1, 4, 16, 64)
 CONTEXT_TOKENS = {"cuda": 131_072, "cpu": 2048}
 # Steps a measurement, and what the device spins first, so that the host has launched them all when they are timed.
 REPEATS, HEAD_START_CYCLES = 5, 40_000_000
+ID_STRIDE = 7919
 # Results are read this many steps later: under overlap scheduling their step is over then on every rank.
 LAG_STEPS = 2
-# Step times are looked at over so many steps; one this much longer than its device part was held up by the host.
-PACE_STEPS, HOST_BOUND = 32, 1.1
+# Step times are looked at over so many steps that all draft, or all do not.
+PACE_STEPS = 32
 
 
 @dataclass
@@ -77,14 +78,18 @@ class AdaptiveWidth:
         self.runner = worker.model_runner
         device = torch.device(worker.device).type
         self._context_tokens = CONTEXT_TOKENS[device]
+        # Far apart, so that an MoE layer reads as many experts for them as for a text.
+        apart = torch.arange(max(BATCH_SIZES) * max(worker.widest, worker.block_size), device=device) * ID_STRIDE
+        self._ids = apart % self.runner.model_config.vocab_size
         widths = offered_widths(worker.block_size, worker.widest)
         self._graphs = {width: self._graph(width) for width in widths}
         self._steps = 0
         self._pending: deque[tuple[int, _Outcome]] = deque()
         self.policy = WidthPolicy(widths, self._measure(widths))
         self._host_is_hidden = device == "cuda" and not get_schedule().disable_overlap_schedule
-        self._paces: tuple[list[tuple[float, float]], ...] = ([], [])  # of steps without a draft, and with one
-        self._last: tuple[bool, float, float] | None = None
+        self._drafts = False
+        self._pace: list[tuple[float, float, bool]] = []  # begin, expected seconds, was the GPU idle; since then
+        self._end = torch.get_device_module(device).Event()
 
     def choose(self, batch: ScheduleBatch) -> int:
         """The width for this step; makes its graph the current one."""
@@ -103,32 +108,30 @@ class AdaptiveWidth:
 
     def record(self, path: Path, drafted: DraftTree, width: int) -> None:
         """Start the way of what was drafted and accepted to the host, if anything was."""
+        self._end.record()
         if width > 1:
             self._pending.append((self._steps + LAG_STEPS + 1, _Outcome.send(width, path.nodes, drafted.masses)))
         else:
             self.policy.pass_over(len(path.nodes))
 
     def _watch_pace(self, drafts: bool, device_seconds: float) -> None:
-        """Learn how fast the host launches steps, from those that took longer than their device part.
+        """Learn what steps really take, with a draft and without: what the host needs, or else the GPU.
 
-        The median of some steps counts, as prompts come between a few. Rank 0's figure holds for all ranks.
+        If it needs the GPU longer than the host, the host finds it busy when it begins a step. How long a step takes
+        shows in those that follow, so the first of a kind do not count; the median does, as prompts come between some.
+        Rank 0's figures hold for all ranks.
         """
-        now = time.perf_counter()
-        last, self._last = self._last, (drafts, now, device_seconds)
-        if last is None:
+        if drafts != self._drafts:
+            self._drafts, self._pace = drafts, []
+        self._pace.append((time.perf_counter(), device_seconds, self._end.query()))
+        if len(self._pace) <= LAG_STEPS + PACE_STEPS:
             return
-        drafted, begun, expected = last
-        pace = self._paces[drafted]
-        pace.append((now - begun, expected))
-        if len(pace) < PACE_STEPS:
-            return
-        taken, expected = np.median(pace, axis=0).tolist()
-        pace.clear()
-        floors = self.policy.costs.floors
-        floors[drafted] = taken if taken > HOST_BOUND * expected else min(floors[drafted], taken)
+        begun, expected, idle = np.array(self._pace[LAG_STEPS:]).T
+        self._pace = []
+        self.policy.costs.learn(drafts, float(np.median(np.diff(begun))), float(np.median(expected)), idle.mean() > 0.5)
         group = get_parallel().tp_group
         if group.world_size > 1:
-            floors[drafted] = group.broadcast_object(floors[drafted], src=0)
+            self.policy.costs.learned = group.broadcast_object(self.policy.costs.learned, src=0)
 
     def _use(self, width: int) -> None:
         self.runner.decode_cuda_graph_runner = self._graphs[width]
@@ -197,7 +200,7 @@ class AdaptiveWidth:
         lens = torch.full((batch_size,), context_tokens, dtype=torch.int64, device=device)
         slots = table[:batch_size, context_tokens:end].flatten().long()
         host_lens = torch.full((batch_size,), end, dtype=torch.int32)
-        ids = torch.zeros(batch_size * width, dtype=torch.int64, device=device)
+        ids = self._ids[: batch_size * width]
         spec_info = (
             self.worker._draft_block_spec_info
             if is_draft

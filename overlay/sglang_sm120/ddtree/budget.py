@@ -31,11 +31,17 @@ PROBE_SHARE = 0.005
 class StepCosts:
     """Seconds of a whole step: `seconds[width][batch] = (at no context, more per context token of the batch)`.
 
-    `floors`: seconds that a step takes at any width, since the host cannot launch faster: without a draft, with one.
+    `learned`: of steps without a draft, and of those with one, the seconds that the host needs to launch one, and what
+    a step takes on the device over what was measured.
     """
 
     seconds: dict[int, dict[int, tuple[float, float]]]
-    floors: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    learned: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 1.0), (0.0, 1.0)])
+
+    def learn(self, drafts: bool, taken: float, expected: float, is_host_bound: bool) -> None:
+        """From steps of one kind that took `taken` seconds each where the device should have needed `expected`."""
+        launching, scale = self.learned[drafts]
+        self.learned[drafts] = (taken, scale) if is_host_bound else (min(launching, taken), taken / expected)
 
     def on_device(self, width: int, batch_size: int, context_tokens: int) -> float:
         """Device seconds of a step of `batch_size` requests with `context_tokens` in all.
@@ -51,7 +57,8 @@ class StepCosts:
 
     def estimate(self, width: int, batch_size: int, context_tokens: int) -> float:
         """Seconds of a step, launching included."""
-        return max(self.floors[width > 1], self.on_device(width, batch_size, context_tokens))
+        launching, scale = self.learned[width > 1]
+        return max(launching, scale * self.on_device(width, batch_size, context_tokens))
 
 
 @dataclass
