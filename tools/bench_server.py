@@ -301,11 +301,14 @@ def cache_prompt(run: Run, names: list[str], prompt: list[int]) -> None:
         list(pool.map(read, names))
 
 
-def compare_greedy(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dict[str, Any]:
+def compare_greedy(
+    want: list[dict[str, Any]], got: list[dict[str, Any]], yardstick: float | None = None
+) -> dict[str, Any]:
     """Compare greedy answers with top-2 log-probabilities.
 
     Noise is the largest difference of a chosen token's log-probability over the positions before any divergence. The
-    first divergence of a prompt is a tie when the reference's top-2 gap there is at most twice the noise; the rest of
+    first divergence of a prompt is a tie when the reference's top-2 gap there is at most twice the `yardstick`, the
+    noise of a pair that is known to be right (this pair's own if None, which an error would raise too); the rest of
     that prompt follows another text and is not compared.
     """
     differences, divergences = [], []
@@ -318,12 +321,14 @@ def compare_greedy(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dic
                 break
             differences.append(abs(left[0] - right[0]))
     noise = max(differences, default=0.0)
-    errors = [d for d in divergences if d["gap"] > 2 * noise]
+    tie_gap = 2 * (noise if yardstick is None else yardstick)
+    errors = [d for d in divergences if d["gap"] > tie_gap]
     return {
         "kernel_hash": kernels.source_hash(),
         "prompts": len(want),
         "positions": len(differences),
         "noise": noise,
+        "tie_gap": tie_gap,
         "mean": statistics.fmean(differences or [0.0]),
         "identical": len(want) - len(divergences),
         "ties": len(divergences) - len(errors),
@@ -336,8 +341,13 @@ def greedy(up: server.Server, prompts: list[list[int]]) -> list[dict[str, Any]]:
     return [ask(up, [prompt], 32, return_logprob=True, top_logprobs_num=2)[0] for prompt in prompts]
 
 
-def compare(run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]]) -> None:
-    """Greedy answers of all servers named in `pairs` (reference, other), asked side by side, compared pair by pair."""
+def compare(
+    run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]], yardstick: tuple[str, str] | None = None
+) -> float | None:
+    """Greedy answers of all servers named in `pairs` (reference, other), asked side by side, compared pair by pair.
+
+    The noise of the `yardstick`, one of the pairs, says what is a tie in all whose KV has one dtype; returned.
+    """
     answers: dict[str, list[dict[str, Any]]] = {}
 
     def answer(name: str) -> None:
@@ -347,18 +357,24 @@ def compare(run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]]) ->
     names = [name for name in dict.fromkeys(itertools.chain(*pairs)) if name in run.ups]
     with ThreadPoolExecutor(len(names) or 1) as pool:
         list(pool.map(answer, names))
+    noise = None
+    if yardstick and all(name in answers for name in yardstick):
+        noise = compare_greedy(answers[yardstick[0]], answers[yardstick[1]])["noise"]
     for reference, other in pairs:
         if reference in answers and other in answers:
-            run.note_equal(f"{other} against {reference}", compare_greedy(answers[reference], answers[other]))
+            one_dtype = ("fp8" in reference) == ("fp8" in other)
+            found = compare_greedy(answers[reference], answers[other], noise if one_dtype else None)
+            run.note_equal(f"{other} against {reference}", found)
     run.save()
+    return noise
 
 
-def control(run: Run, name: str, prompts: list[list[int]], others: list[int]) -> None:
+def control(run: Run, name: str, prompts: list[list[int]], others: list[int], yardstick: float | None) -> None:
     """What the comparison sees of an attention that errs: one server, the first half of long prompts from `others`."""
     with run.attempt(f"control of {name}"):
         long = [prompt for prompt in prompts if len(prompt) >= 1000]
         changed = [others[: len(p) // 2] + p[len(p) // 2 :] for p in long]
-        found = compare_greedy(greedy(run.ups[name], long), greedy(run.ups[name], changed))
+        found = compare_greedy(greedy(run.ups[name], long), greedy(run.ups[name], changed), yardstick)
         run.note_equal(f"control: {name}, half of each prompt replaced", found)
         run.save()
 
@@ -368,6 +384,7 @@ def equal_variants(args: argparse.Namespace, pair: Path) -> dict[str, list[str]]
     chain = chain_flags(pair / "drafter")
     flags = {
         "trained-triton": ["--attention-backend", "triton"],
+        "trained-stock": STOCK,
         "trained-ours": OURS,
         "trained-eager": [*OURS, "--cuda-graph-backend-decode", "disabled"],
         "trained-chain": [*OURS, *chain],
@@ -386,13 +403,15 @@ def equal_variants(args: argparse.Namespace, pair: Path) -> dict[str, list[str]]
     return {"triton": [*pool, "--attention-backend", "triton"]} | {n: [*trained, *more] for n, more in flags.items()}
 
 
+# The first of each is upstream on both sides, Triton's prefill and FlashInfer's: its noise is the others' yardstick.
 RANDOM_PAIRS = [
-    ("triton", "ours-plain-auto"),
     ("triton", "stock-plain-auto"),
+    ("triton", "ours-plain-auto"),
     ("ours-plain-auto", "ours-plain-fp8_e4m3"),
     ("stock-plain-auto", "stock-plain-fp8_e4m3"),
 ]
 TRAINED_PAIRS = [
+    ("trained-triton", "trained-stock"),
     ("trained-triton", "trained-ours"),
     ("trained-ours", "trained-eager"),
     ("trained-ours", "trained-chain"),
@@ -410,13 +429,13 @@ def compare_all(run: Run, pair: Path) -> None:
 
     def random_model() -> None:
         prompts = [prompt_ids(100 + i, tokens) for i, tokens in enumerate(GREEDY_PROMPT_TOKENS)]
-        compare(run, RANDOM_PAIRS, prompts)
-        control(run, "ours-plain-auto", prompts, prompt_ids(500, max(GREEDY_PROMPT_TOKENS)))
+        noise = compare(run, RANDOM_PAIRS, prompts, RANDOM_PAIRS[0])
+        control(run, "ours-plain-auto", prompts, prompt_ids(500, max(GREEDY_PROMPT_TOKENS)), noise)
 
     def trained_model() -> None:
         prompts = [text[997 * i : 997 * i + tokens] for i, tokens in enumerate(GREEDY_PROMPT_TOKENS)]
-        compare(run, TRAINED_PAIRS, prompts)
-        control(run, "trained-ours", prompts, text[::-1])
+        noise = compare(run, TRAINED_PAIRS, prompts, TRAINED_PAIRS[0])
+        control(run, "trained-ours", prompts, text[::-1], noise)
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(random_model), pool.submit(trained_model)]:

@@ -175,3 +175,35 @@ def test_at_sigterm_the_servers_end_first():
     assert bench.wait(20) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def says(*tokens: tuple[int, float, float]) -> list[dict[str, Any]]:
+    """The answer to one prompt: (token, its log-probability, how far the second is behind)."""
+    chosen = [(log_prob, token, None) for token, log_prob, _ in tokens]
+    top = [[(log_prob, token, None), (log_prob - gap, -1, None)] for token, log_prob, gap in tokens]
+    return [{"meta_info": {"output_token_logprobs": chosen, "output_top_logprobs": top}}]
+
+
+def test_an_error_does_not_make_itself_a_tie():
+    """Attention that errs shifts every log-probability: by its own noise all that follows would be a tie."""
+    want = says((5, -1.0, 2.0), (6, -0.5, 1.5), (7, -0.5, 3.0))
+    wrong = says((5, -2.0, 0.1), (9, -0.1, 4.0), (7, -0.5, 3.0))
+    itself = bench_server.compare_greedy(want, wrong)
+    judged = bench_server.compare_greedy(want, wrong, yardstick=0.1)
+    assert itself["noise"] == judged["noise"] == pytest.approx(1.0) and itself["positions"] == 1
+    assert (itself["ties"], itself["errors"], itself["tie_gap"]) == (1, [], pytest.approx(2.0))
+    assert (judged["ties"], judged["tie_gap"]) == (0, pytest.approx(0.2))
+    assert judged["errors"] == [{"prompt": 0, "at": 1, "gap": pytest.approx(1.5)}]
+    assert bench_server.compare_greedy(want, want, yardstick=0.1)["identical"] == 1
+
+
+def test_the_yardstick_is_for_pairs_whose_kv_has_one_dtype(run, monkeypatch):
+    right, near, wrong = says((5, -1.0, 0.3)), says((5, -1.1, 0.3)), says((8, -0.2, 0.3))
+    answers = {"triton": right, "stock": near, "ours": wrong, "ours-fp8": wrong}
+    run.ups = {name: name for name in answers}
+    monkeypatch.setattr(bench_server, "greedy", lambda name, _prompts: answers[name])
+    pairs = [("triton", name) for name in ("stock", "ours", "ours-fp8")]
+    assert bench_server.compare(run, pairs, [[1]], pairs[0]) == pytest.approx(0.1)
+    gaps = [found["tie_gap"] for found in run.results["equal"].values()]
+    assert gaps == [pytest.approx(0.2), pytest.approx(0.2), 0.0]
+    assert len(run.results["equal"]["ours against triton"]["errors"]) == 1

@@ -96,7 +96,12 @@ def test_a_probe_is_heard_of_though_no_draft_follows(monkeypatch):
         observe=lambda width, *_: heard.append(width), pass_over=passed.append, choose=lambda *_: 1
     )
     state = types.SimpleNamespace(
-        policy=policy, _steps=0, _pending=module.deque(), _host_is_hidden=False, _use=lambda _: None, _end=torch.cpu.Event()
+        policy=policy,
+        _steps=0,
+        _pending=module.deque(),
+        _host_is_hidden=False,
+        _use=lambda _: None,
+        _end=torch.cpu.Event(),
     )
     batch = types.SimpleNamespace(seq_lens_cpu=torch.tensor([5, 6]))
     path = types.SimpleNamespace(nodes=torch.zeros(2, 3, dtype=torch.int64))
