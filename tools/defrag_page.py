@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Part = dict[str, Any]
+BUDGET_FILLED = 0.9
+"""Of the units that a pass may move: with so many it counts as one that fills its budget; it moves whole windows."""
 
 
 def render(file: Path) -> None:
@@ -37,7 +39,6 @@ def markdown(results: dict[str, Part], name: str) -> str:
         if key in results:
             part = results[key]
             lines += ["", f"## {title}", "", _ran_on(part["machine"]), *tables(part)]
-            lines += ["", f"Note: {part['note']}"] if "note" in part else []
     return "\n".join(lines) + "\n"
 
 
@@ -138,7 +139,13 @@ def _move(part: Part) -> list[str]:
 
 
 def _compaction(part: Part) -> list[str]:
-    median, rate = part["median"], part["of_copy_rate"]
+    passes, median, rate = part["all"], part["median"], part["of_copy_rate"]
+    filled = BUDGET_FILLED * part["budget_units"]
+    groups = {
+        f"at least {BUDGET_FILLED:.0%} of the budget": [p for p in passes if p["units"] >= filled],
+        "fewer": [p for p in passes if p["units"] < filled],
+        "all": passes,
+    }
     spans = {
         "move": "first launch of the move to its last, on the device",
         "commit": "to the last launch of the pass, on the device",
@@ -147,7 +154,6 @@ def _compaction(part: Part) -> list[str]:
     rows = [
         [text, f"{median[f'{of}_ms']:.2f}", f"{part['gb_per_s'][of]:,.0f}", f"{rate[of]:.0%}"]
         for of, text in spans.items()
-        if of in rate
     ]
     return [
         "",
@@ -156,8 +162,20 @@ def _compaction(part: Part) -> list[str]:
         f"Survey {median['survey_ms']:.1f} ms, plan {median['plan_ms']:.1f} ms. Bytes are those read and written;",
         f"a copy on the device: {part['copy_gb_per_s']:,.0f} GB/s.",
         f"What upstream's allocator left after churn: {_gain(part)}.",
+        *_table(
+            "units moved | passes | of all bytes | the move, GB/s | of the copy",
+            [[name, *_moved(group, passes, part["copy_gb_per_s"])] for name, group in groups.items()],
+        ),
         *_table("from the first launch of the move | ms, median | GB/s, all passes | of the copy", rows),
     ]
+
+
+def _moved(group: list[Part], passes: list[Part], copy_gb_per_s: float) -> list[str]:
+    """Number of the passes in `group`, their share of the bytes of all `passes`, the rate of their moves."""
+    moved = sum(p["bytes"] for p in group)
+    gb_per_s = moved / sum(p["move_ms"] for p in group) / 1e6
+    share = moved / sum(p["bytes"] for p in passes)
+    return [str(len(group)), f"{share:.0%}", f"{gb_per_s:,.0f}", f"{gb_per_s / copy_gb_per_s:.0%}"]
 
 
 def _steps(part: Part) -> list[str]:
