@@ -23,6 +23,8 @@ MAX_STEP_WEIGHT = 0.25
 HALVINGS, GUESS_HITS = 12, 1.0
 # So many requests are verified at the widest before anything is chosen.
 FIRST_REQUESTS = 128
+# How much of what is known of one kind of steps stays when the other is timed, and how much faster is a change.
+FADE, SPED_UP = 0.99, 0.8
 # Part of the time that may go to steps wider than the best one, to see how good its further nodes are now.
 PROBE_SHARE = 0.005
 
@@ -39,8 +41,15 @@ class StepCosts:
     learned: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 1.0), (0.0, 1.0)])
 
     def learn(self, drafts: bool, taken: float, expected: float, is_host_bound: bool) -> None:
-        """From steps of one kind that took `taken` seconds each where the device should have needed `expected`."""
+        """From steps of one kind that took `taken` seconds each where the device should have needed `expected`.
+
+        What is known of the other kind fades, or figures of a busy moment would keep it from ever being tried again; it
+        is forgotten at once where this kind gets much faster, for whatever held it up held up the other too.
+        """
         launching, scale = self.learned[drafts]
+        keep = 0.0 if taken < SPED_UP * max(launching, scale * expected) else FADE
+        other_launching, other_scale = self.learned[not drafts]
+        self.learned[not drafts] = (keep * other_launching, 1 + keep * (other_scale - 1))
         self.learned[drafts] = (taken, scale) if is_host_bound else (min(launching, taken), taken / expected)
 
     def on_device(self, width: int, batch_size: int, context_tokens: int) -> float:
