@@ -10,7 +10,6 @@ import urllib.error
 import urllib.request
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -123,11 +122,15 @@ def test_idle_time_compacts(tiny_model, tmp_path):
     with launcher.running(tiny_model, tmp_path / "log", FLAGS.split(), env=env) as up:
         up.generate(prompts(tiny_model), NEW_TOKENS)
         deadline = time.monotonic() + 60
-        while not picture.exists() and time.monotonic() < deadline:
-            with suppress(RuntimeError):
-                kv_map.run(Namespace(url=up.url, out=picture, api_key=ADMIN_KEY))
+        while not (passes := compaction(up)["passes"]) and time.monotonic() < deadline:
             time.sleep(0.5)
-    assert picture.exists(), "nothing was compacted"
+        kv_map.run(Namespace(url=up.url, out=picture, api_key=ADMIN_KEY))
+    assert passes, "nothing was compacted"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def compaction(up: launcher.Server) -> dict:
+    return json.loads(up.get("/server_info"))["internal_states"][0]["sm120_kv"]
 
 
 def ask(url: str, key: str | None) -> list[bool] | int:

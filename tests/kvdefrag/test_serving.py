@@ -125,6 +125,25 @@ def test_idle_compacts_to_the_end_and_then_rests(monkeypatch):
     assert idle.report()["passes"] > passes, "what was served since has scattered again"
 
 
+def test_a_look_in_vain_leaves_a_picture_of_the_pool_until_a_pass_has_moved_something():
+    world = World(3_000, max_requests=6, max_context=1_000)
+    idle = defragmenter(world, When.IDLE)
+    for i in range(2):
+        idle.count_step()
+        idle.when_idle()
+        report = idle.report()
+        assert report["map_before"] == report["map_after"] == world.owners() and not report["passes"]
+        assert world.arrive([i] * 300, 10_000)
+    for i in range(2, 6):
+        assert world.arrive([i] * 3, 10_000)
+    for _ in range(200):
+        world.step()
+    while idle.run_pass():
+        pass
+    report = idle.report()
+    assert report["passes"] and report["map_before"] != report["map_after"] == world.owners()
+
+
 def test_asking_compacts_at_the_next_step_until_nothing_gains():
     asked = defragmenter(scattered(), When.IDLE)
     assert asked.ask(True) and asked.due()

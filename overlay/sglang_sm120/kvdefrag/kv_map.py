@@ -1,4 +1,7 @@
-"""`sglang-sm120 kv-map`: a picture of the KV pool, one colour per owner, before and after the last compaction."""
+"""`sglang-sm120 kv-map`: a picture of the KV pool, one colour per owner, before and after the last compaction.
+
+Where nothing has been worth moving so far, both are the pool as the last look at it found it.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise RuntimeError("the server runs without compaction; start it with SGLANG_SM120_KV_COMPACT=idle or auto")
     if not state["map_after"]:
         raise RuntimeError(
-            "nothing has been compacted yet; POST /set_internal_state "
+            "nothing has looked at the pool yet; POST /set_internal_state "
             '{"server_args": {"sm120_kv_compact": 1}} and serve or wait a moment'
         )
     draw([state["map_before"], state["map_after"]]).save(arguments.out)

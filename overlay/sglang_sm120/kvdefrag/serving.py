@@ -210,13 +210,12 @@ class Defragmenter:
             return False
         self._wait_for_gpu()
         begin = time.perf_counter()
-        done: tuple[compactor.Survey, compactor.Plan] | None = None
+        moves: compactor.Plan | None = None
         try:
             survey = compactor.Survey.take(self._holders())
             moves = compactor.plan(survey, WINDOW_UNITS, self._budget_units, self._units_per_gap)
             if moves is not None:
                 compactor.commit(survey, moves, self._pools)
-                done = survey, moves
         except Exception as error:
             self._refusal = f"a pass failed and was undone: {error}"
             logger.exception("KV compaction is off from now on")
@@ -225,13 +224,13 @@ class Defragmenter:
         steps = self._agree(self._pace.steps_for(seconds + self._settings.compact_ms / 1000))
         if self._refusal:
             return False
-        in_vain = done is None and not self._asked  # then what is scattered now is likely to stay
+        in_vain = moves is None and not self._asked  # then what is scattered now is likely to stay
         self._pace.wait(8 * steps if in_vain else steps)
-        if done:
-            self._account(*done, seconds)
+        if moves is not None:
+            self._account(survey, moves, seconds)
         else:
-            self._end_series()
-        return done is not None
+            self._end_series(survey)
+        return moves is not None
 
     def _agree(self, steps: int) -> int:
         """The most steps that a rank asks to wait, and no more passes anywhere once one has failed on any.
@@ -259,8 +258,10 @@ class Defragmenter:
         self._host_seconds += seconds
         metrics.count_pass(moves.units_moved, seconds)
 
-    def _end_series(self) -> None:
+    def _end_series(self, survey: compactor.Survey) -> None:
         self._asked = False
+        if not self._passes:  # then the picture is of the pool as it is
+            self._before = self._after = kv_map.owners(survey.owner, len(survey.lengths))
         if self._in_series:
             self._in_series = False
             metrics.publish(self._census())
