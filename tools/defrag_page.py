@@ -144,6 +144,8 @@ def _compaction(part: Part) -> list[str]:
     groups = {
         f"at least {BUDGET_FILLED:.0%} of the budget": [p for p in passes if p["units"] >= filled],
         "fewer": [p for p in passes if p["units"] < filled],
+        "by one launch: sorted windows, or one gathered piece": [p for p in passes if not p["gathers"]],
+        "by several launches: gathered pieces": [p for p in passes if p["gathers"]],
         "all": passes,
     }
     spans = {
@@ -163,7 +165,7 @@ def _compaction(part: Part) -> list[str]:
         f"a copy on the device: {part['copy_gb_per_s']:,.0f} GB/s.",
         f"What upstream's allocator left after churn: {_gain(part)}.",
         *_table(
-            "units moved | passes | of all bytes | the move, GB/s | of the copy",
+            "passes that moved | number | of all bytes | the move, GB/s | of the copy",
             [[name, *_moved(group, passes, part["copy_gb_per_s"])] for name, group in groups.items()],
         ),
         *_table("from the first launch of the move | ms, median | GB/s, all passes | of the copy", rows),
