@@ -145,15 +145,15 @@ def _markdown(page: dict[str, Any]) -> str:
         "Medians of 4 interleaved repeats, fewer where steps are slow (the JSON holds them all).",
         "Made by `python -m tools.bench_ddtree`.",
         "",
-        "| context | batch | none tok/s | chain | tree | adaptive | adaptive / best | accept: chain | tree |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| context | batch | none tok/s | chain | tree | adaptive | adaptive / best | accept: chain | tree | note |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in page["rows"]:
         rates = {mode: row.get(f"{mode}_tok_s") for mode in MODES}
         best = max(filter(None, (rates[mode] for mode in MODES[:3])), default=None)
         cells = [f"{row['ctx']:,}", str(row["bs"]), *(_number(rate, 0) for rate in rates.values())]
         cells.append(_number(rates["adaptive"] and best and rates["adaptive"] / best, 2))
-        cells += [_number(row.get(f"{mode}_accept_len"), 2) for mode in ("chain", "tree")]
+        cells += [_number(row.get(f"{mode}_accept_len"), 2) for mode in ("chain", "tree")] + [row.get("note", "")]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "![tokens per second](ddtree.png)", "", "## What a step spends outside the two forward passes", ""]
     lines += ["Device time from torch profiles of the tree at 32k context, medians over the steps, microseconds.", ""]

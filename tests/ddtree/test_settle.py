@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import numpy as np
 import pytest
 import torch
 from sglang_sm120.ddtree import tree as T
@@ -139,7 +140,7 @@ def test_a_step_takes_as_long_as_the_slower_of_host_and_device(pace, idle, learn
     watch, costs, steps = pace
     for step in range(steps):
         watch(True, 3.0 if step % 3 else 30.0, idle=idle)  # prompts come between
-    assert costs.learned == [(0.0, 1.0), pytest.approx(learned)]
+    assert costs.learned[True] == pytest.approx(learned)
 
 
 def test_a_step_without_a_draft_has_figures_of_its_own(pace):
@@ -147,7 +148,7 @@ def test_a_step_without_a_draft_has_figures_of_its_own(pace):
     for drafts, took in ((True, 3.0), (False, 2.0)):
         for _ in range(steps):
             watch(drafts, took, idle=True)
-    assert costs.learned == [(2.0, 1.0), (pytest.approx(3.0, rel=0.02), 1.0)]
+    assert (costs.learned[False][0], costs.learned[True][0]) == pytest.approx((2.0, 3.0), rel=0.02)
 
 
 def test_steps_after_one_of_the_other_kind_say_nothing(pace):
@@ -158,3 +159,41 @@ def test_steps_after_one_of_the_other_kind_say_nothing(pace):
         for _ in range(steps - 1):
             watch(False, 9.0)
     assert costs.learned == [(0.0, 1.0), (0.0, 1.0)]
+
+
+TRUE_SECONDS = {1: 3.1, 8: 4.8, 17: 5.3, 33: 5.9}
+
+
+@pytest.mark.parametrize("best", ["none", "a draft"])
+@pytest.mark.parametrize("wrong", [{1: 2.5}, {8: 0.4, 17: 0.4, 33: 0.4}, {8: 3.0, 17: 3.0, 33: 3.0}, {}])
+@pytest.mark.parametrize("busy", [(0, 0), (150, 700), (150, 230), (230, 330)])
+def test_a_wrong_measurement_at_start_or_a_busy_moment_rules_out_nothing(monkeypatch, best, wrong, busy):
+    """Steps of `TRUE_SECONDS`, three times that between the `busy` ones; the start measured them wrong by factors."""
+    module, now = adaptive(), [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        module, "get_parallel", lambda: types.SimpleNamespace(tp_group=types.SimpleNamespace(world_size=1))
+    )
+    measured = {width: {1: (wrong.get(width, 1.0) * s, 0.0)} for width, s in TRUE_SECONDS.items()}
+    policy = module.WidthPolicy(list(TRUE_SECONDS), module.StepCosts(measured))
+    policy.costs.forget()
+    state = types.SimpleNamespace(
+        policy=policy, _steps=0, _pending=module.deque(), _host_is_hidden=True, _use=lambda _: None, _drafts=False,
+        _pace=[], _end=types.SimpleNamespace(query=lambda: False, record=lambda: None),
+    )  # fmt: skip
+    state._watch_pace = lambda *what: module.AdaptiveWidth._watch_pace(state, *what)
+    batch = types.SimpleNamespace(seq_lens_cpu=torch.tensor([1000]))
+    said = torch.log(torch.tensor([[1.0, 0.3 if best == "none" else 0.9] + [0.02] * 31]))
+    rng, chosen = np.random.default_rng(0), []
+    for step in range(6000):
+        width = module.AdaptiveWidth.choose(state, batch)
+        chosen.append(width)
+        nodes = torch.zeros(1, 8, dtype=torch.int64)
+        nodes[0, 1] = int(width > 1 and rng.random() < said[0, 1].exp())
+        path, drafted = types.SimpleNamespace(nodes=nodes), types.SimpleNamespace(masses=said)
+        module.AdaptiveWidth.record(state, path, drafted, width)
+        now[0] += TRUE_SECONDS[width] * (3 if busy[0] <= step < busy[1] else 1)
+    tokens = {width: 1.0 if width == 1 else 1.0 + said[0, 1].exp().item() for width in TRUE_SECONDS}
+    late = chosen[3000:]
+    speed = sum(tokens[width] for width in late) / sum(TRUE_SECONDS[width] for width in late)
+    assert speed > 0.97 * max(tokens[width] / TRUE_SECONDS[width] for width in TRUE_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,7 @@ ID_STRIDE = 7919
 # Results are read this many steps later: under overlap scheduling their step is over then on every rank.
 LAG_STEPS = 2
 # Step times are looked at over so many steps that all draft, or all do not.
-PACE_STEPS = 32
+PACE_STEPS = 16
 
 
 @dataclass
@@ -87,6 +88,8 @@ class AdaptiveWidth:
         self._pending: deque[tuple[int, _Outcome]] = deque()
         self.policy = WidthPolicy(widths, self._measure(widths))
         self._host_is_hidden = device == "cuda" and not get_schedule().disable_overlap_schedule
+        if self._host_is_hidden:
+            self.policy.costs.forget()
         self._drafts = False
         self._pace: list[tuple[float, float, bool]] = []  # begin, expected seconds, was the GPU idle; since then
         self._end = torch.get_device_module(device).Event()
@@ -166,7 +169,10 @@ class AdaptiveWidth:
         return max(near - slope * batch_size * short, 1e-9), slope
 
     def _seconds(self, width: int, batch_size: int, context_tokens: int) -> float:
-        """Device seconds of one step, host time hidden as overlap scheduling hides it; on a CPU, seconds."""
+        """Device seconds of a step, host time hidden as overlap scheduling hides it; on a CPU, seconds.
+
+        The fastest of some counts, as somebody else may use the GPU.
+        """
         self._use(width)
 
         def step() -> None:
@@ -179,14 +185,14 @@ class AdaptiveWidth:
             begun = time.perf_counter()
             step()
             return time.perf_counter() - begun
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
         torch.cuda._sleep(HEAD_START_CYCLES)
-        begin.record()
-        for _ in range(REPEATS):
+        marks[0].record()
+        for mark in marks[1:]:
             step()
-        end.record()
-        end.synchronize()
-        return 1e-3 * begin.elapsed_time(end) / REPEATS
+            mark.record()
+        marks[-1].synchronize()
+        return 1e-3 * min(begin.elapsed_time(end) for begin, end in pairwise(marks))
 
     def _dummy_forward(self, runner: Any, width: int, batch_size: int, context_tokens: int) -> None:
         """A verify-mode pass of `width` tokens a request over slots that hold nothing yet."""

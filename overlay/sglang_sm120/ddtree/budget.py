@@ -22,7 +22,7 @@ MAX_STEP_WEIGHT = 0.25
 # Halvings of probability told apart, and how many expected hits the first guess for one weighs.
 HALVINGS, GUESS_HITS = 12, 1.0
 # So many requests are verified at the widest before anything is chosen.
-FIRST_REQUESTS = 128
+FIRST_REQUESTS = 256
 # How much of what is known of one kind of steps stays when the other is timed, and how much faster is a change.
 FADE, SPED_UP = 0.99, 0.8
 # Part of the time that may go to steps wider than the best one, to see how good its further nodes are now.
@@ -34,22 +34,26 @@ class StepCosts:
     """Seconds of a whole step: `seconds[width][batch] = (at no context, more per context token of the batch)`.
 
     `learned`: of steps without a draft, and of those with one, the seconds that the host needs to launch one, and what
-    a step takes on the device over what was measured.
+    a step takes on the device over what was measured. Trusted as measured until `forget`.
     """
 
     seconds: dict[int, dict[int, tuple[float, float]]]
     learned: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 1.0), (0.0, 1.0)])
 
+    def forget(self) -> None:
+        """Let a step of either kind cost nothing, so that both are tried: a start-up is a busy moment to measure in."""
+        self.learned = [(0.0, 0.0), (0.0, 0.0)]
+
     def learn(self, drafts: bool, taken: float, expected: float, is_host_bound: bool) -> None:
         """From steps of one kind that took `taken` seconds each where the device should have needed `expected`.
 
-        What is known of the other kind fades, or figures of a busy moment would keep it from ever being tried again; it
-        is forgotten at once where this kind gets much faster, for whatever held it up held up the other too.
+        What the other kind costs fades, so that it is tried again before long; at once where this kind gets much
+        faster, for whatever held it up held up the other too.
         """
         launching, scale = self.learned[drafts]
         keep = 0.0 if taken < SPED_UP * max(launching, scale * expected) else FADE
         other_launching, other_scale = self.learned[not drafts]
-        self.learned[not drafts] = (keep * other_launching, 1 + keep * (other_scale - 1))
+        self.learned[not drafts] = (keep * other_launching, keep * other_scale)
         self.learned[drafts] = (taken, scale) if is_host_bound else (min(launching, taken), taken / expected)
 
     def on_device(self, width: int, batch_size: int, context_tokens: int) -> float:
@@ -67,7 +71,7 @@ class StepCosts:
     def estimate(self, width: int, batch_size: int, context_tokens: int) -> float:
         """Seconds of a step, launching included."""
         launching, scale = self.learned[width > 1]
-        return max(launching, scale * self.on_device(width, batch_size, context_tokens))
+        return max(launching, scale * self.on_device(width, batch_size, context_tokens), 1e-9)
 
 
 @dataclass
