@@ -37,10 +37,10 @@ GREEDY = """
 token's log-probability over the positions before any divergence, in nats. The first divergence of a prompt is a tie
 when the reference's top-2 gap there is at most the tie gap, else an error; the rest of that prompt follows another text
 and is not compared. The tie gap is twice the noise of stock against Triton, upstream on both sides with two prefills,
-for every pair whose KV has one dtype, and twice the pair's own noise where one has fp8. "triton" is stock with Triton's
-prefill too; "auto" is bf16 KV. The choices of the random model are close calls, so that the rule tells little there, as
-its control shows, where half of each prompt of 1,000 tokens or more was replaced; "trained" is the pair of
-tests/fixtures grown to a rank's width, on held-out text.
+for every pair whose KV has one dtype, and twice the pair's own noise where one has fp8 or the note says so. "triton" is
+stock with Triton's prefill too; "auto" is bf16 KV. The choices of the random model are close calls, so that the rule
+tells little there, as its control shows, where half of each prompt of 1,000 tokens or more was replaced; "trained" is
+the pair of tests/fixtures grown to a rank's width, on held-out text.
 
 | pair | prompts | identical | ties | errors | tokens compared | mean difference | noise | tie gap | kernels | note |
 |---|---|---|---|---|---|---|---|---|---|---|

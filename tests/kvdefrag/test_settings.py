@@ -27,7 +27,8 @@ def test_everything_is_off_by_default():
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"SGLANG_SM120_KV_EXTENT": "many"}, "SGLANG_SM120_KV_EXTENT=many: it must be a number from 0"),
+        ({"SGLANG_SM120_KV_EXTENT": "many"}, "SGLANG_SM120_KV_EXTENT=many: it must be a whole number from 0"),
+        ({"SGLANG_SM120_KV_EXTENT": "0.5"}, "SGLANG_SM120_KV_EXTENT=0.5: it must be a whole number from 0"),
         ({"SGLANG_SM120_KV_EXTENT": "-1"}, "SGLANG_SM120_KV_EXTENT=-1"),
         ({"SGLANG_SM120_KV_COMPACT": "yes"}, "it must be one of off, idle, auto, every-step"),
         ({"SGLANG_SM120_KV_COMPACT_BELOW": "1.5"}, "from 0 to 1: a contiguity"),

@@ -49,19 +49,23 @@ class Settings:
                 f"unset {TREE_CORE} or set it to python."
             )
         return cls(
-            extent_tokens=int(_number(environment, EXTENT, "0", 0, 1 << 20, "tokens of an extent, 0 for none")),
+            extent_tokens=int(_number(environment, EXTENT, "0", 0, 1 << 20, "tokens of an extent, 0 for none", 1)),
             compact=When(when),
             compact_below=_number(environment, COMPACT_BELOW, "0.9", 0, 1, "a contiguity"),
             compact_ms=_number(environment, COMPACT_MS, "2", 0.01, 1000, "milliseconds of moving a pass"),
         )
 
 
-def _number(environment: Mapping[str, str], name: str, default: str, least: float, most: float, meaning: str) -> float:
+def _number(
+    environment: Mapping[str, str], name: str, default: str, least: float, most: float, meaning: str, step: float = 0
+) -> float:
+    """The variable's value, from `least` to `most`, and a multiple of `step` if one is given."""
     text = environment.get(name, default)
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not least <= value <= most:
-        raise ValueError(f"{name}={text}: it must be a number from {least} to {most}: {meaning}.")
+    if not least <= value <= most or (step and value % step):
+        kind = "whole number" if step else "number"
+        raise ValueError(f"{name}={text}: it must be a {kind} from {least} to {most}: {meaning}.")
     return value
