@@ -24,7 +24,7 @@ serve-tiny: install ## serve the tiny model on the CPU until interrupted
 demo: install ## serve the tiny model on the CPU, ask it something, show which backend answered
 	@$(PY) -m tools.demo
 serve: setup ## MODEL=... serve a model on this machine's GPUs
-	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --attention-backend sm120_mla --model-path $(or $(MODEL),$(error set MODEL=...)) $(SERVE_FLAGS)
+	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --attention-backend sm120_mla --model-path $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat)) $(SERVE_FLAGS)
 test: install ## run the tests that this machine can run, but the slow ones
 	@$(PY) -m pytest tests $(TEST_FLAGS)
 test-all: install ## the long server tests too (DDTREE and compaction under load)
@@ -32,7 +32,7 @@ test-all: install ## the long server tests too (DDTREE and compaction under load
 check: setup ## check lock, patches, anchors, trailers, sizes and index
 	@$(PY) -m tools.fork check
 rebase: setup ## TO=... carry the patches to another upstream release
-	@$(PY) -m tools.fork rebase $(or $(TO),$(error set TO=VERSION))
+	@$(PY) -m tools.fork rebase $(or $(TO),$(error set TO to a release: make rebase TO=0.5.23))
 drift: setup ## try the series on the newest release (or VERSION=...) and report, moving nothing
 	@$(PY) -m tools.fork drift $(VERSION)
 kernels: setup ## compile the CUDA kernels
@@ -44,12 +44,12 @@ format: setup ## put the format of Python, C++ and CUDA right
 soak: install ## 20 minutes of random clients, good and bad, against the CPU server
 	@$(PY) -m tools.soak $(SOAK_FLAGS)
 bench-e2e: setup ## MODEL=... [DRAFT=...] stock against ours, served on this machine's GPUs; goes on where it was
-	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model $(or $(MODEL),$(error set MODEL=...)) --draft "$(DRAFT)" --serve-flags="$(SERVE_FLAGS)" $(E2E_FLAGS)
+	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat)) --draft "$(DRAFT)" --serve-flags="$(SERVE_FLAGS)" $(E2E_FLAGS)
 bench: setup ## time the kernels on this machine's GPU
 	@$(PY) -m tools.kernels bench
 gpu-report: setup ## check kernels and GPU, write a report to send
 	@$(PY) -m tools.kernels gpu-report
 uninstall: ## remove the patched wheel from .venv
-	@$(PY) -m pip uninstall -y sglang
+	@if test -e $(PY); then $(PY) -m pip uninstall -y sglang; else echo "nothing to uninstall: there is no .venv"; fi
 clean: ## empty build/ (refused while build/checkout holds work of yours)
-	@$(PY) -m tools.fork clean
+	@if test -e $(PY); then $(PY) -m tools.fork clean; else echo "nothing to clean: there is no .venv"; fi

@@ -364,6 +364,8 @@ def compare(
         if reference in answers and other in answers:
             one_dtype = ("fp8" in reference) == ("fp8" in other)
             found = compare_greedy(answers[reference], answers[other], noise if one_dtype else None)
+            if one_dtype and noise is None:
+                found["note"] = "by its own noise"
             run.note_equal(f"{other} against {reference}", found)
     run.save()
     return noise

@@ -112,15 +112,15 @@ class Checkout:
             )
         if files := self.changed_files():
             raise ForkError(
-                f"build/checkout has uncommitted changes ({_some([line[3:] for line in files])}): "
+                f"build/checkout has uncommitted changes ({some([line[3:] for line in files])}): "
                 "commit them there and run `make export-patches`, "
-                "or drop them with `python -m tools.fork apply --discard`"
+                "or drop them with `.venv/bin/python -m tools.fork apply --discard`"
             )
         if self.head != self.applied:
-            found = _some(self.own_commits()) or "a patch was dropped there"
+            found = some(self.own_commits()) or "a patch was dropped there"
             raise ForkError(
                 f"build/checkout is not at the applied series ({found}): keep that with `make export-patches`, "
-                "or go back with `python -m tools.fork apply --discard`"
+                "or go back with `.venv/bin/python -m tools.fork apply --discard`"
             )
 
     # -- moves ---------------------------------------------------------------------------------------------------
@@ -218,6 +218,7 @@ def is_source(name: str) -> bool:
     return not name.endswith(_COMPILED) and not (folder.endswith(".dist-info") and base in _UNSHARED)
 
 
-def _some(items: list[str]) -> str:
+def some(items: list[str]) -> str:
+    """The first three, and how many more there are."""
     shown = ", ".join(items[:3])
     return shown if len(items) <= 3 else f"{shown} and {len(items) - 3} more"

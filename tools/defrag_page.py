@@ -166,7 +166,7 @@ def _compaction(part: Part) -> list[str]:
         f"What upstream's allocator left after churn: {_gain(part)}.",
         *_table(
             "passes that moved | number | of all bytes | the move, GB/s | of the copy",
-            [[name, *_moved(group, passes, part["copy_gb_per_s"])] for name, group in groups.items()],
+            [[name, *_moved(group, passes, part["copy_gb_per_s"])] for name, group in groups.items() if group],
         ),
         *_table("from the first launch of the move | ms, median | GB/s, all passes | of the copy", rows),
     ]

@@ -39,7 +39,7 @@ def main() -> None:
         print(f"ready after {time.monotonic() - begin:.1f} s at {up.url}")
         prompt = PreTrainedTokenizerFast.from_pretrained(PAIR / "target")(PROMPT).input_ids
         answer = up.generate([prompt], NEW_TOKENS, temperature=TEMPERATURE)[0]
-        print(f"prompt:     {PROMPT!r}\ncompletion:\n{textwrap.indent(answer['text'], '  | ')}")
+        print(f"prompt:     {PROMPT!r}\ncompletion:\n{textwrap.indent(answer['text'], '  | ', lambda _: True)}")
         print_evidence(up)
         accepted = answer["meta_info"]["spec_accept_length"]
         print(f"drafting:   DDTREE committed {accepted:.2f} tokens a step; one of its trees, * was accepted:")

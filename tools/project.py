@@ -81,6 +81,11 @@ class Project:
         """`path` as the user would type it from the root."""
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
+    @property
+    def held(self) -> Path:
+        """What a running command holds, and nobody removes."""
+        return self.build / ".lock"
+
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """Hold build/.lock and start with an empty scratch folder.
@@ -89,7 +94,7 @@ class Project:
             ForkError: another command of this project is running.
         """
         self.build.mkdir(parents=True, exist_ok=True)
-        with (self.build / ".lock").open("w") as handle:
+        with self.held.open("w") as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -52,10 +52,8 @@ class Patch:
         """Where the patch lands and should not, None when it lands as declared."""
         if self.anchors == self.declared:
             return None
-        return (
-            f"patch {self.slug} says Anchor: {', '.join(self.declared) or 'nothing'}, "
-            f"but its lines land in {', '.join(self.anchors)}"
-        )
+        says = f"says Anchor: {', '.join(self.declared)}" if self.declared else "has no Anchor: trailer"
+        return f"patch {self.slug} {says}, but its lines land in {', '.join(self.anchors)}"
 
 
 def patch_files(project: Project) -> list[Path]:

@@ -10,7 +10,7 @@ from zipfile import ZipFile
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
-from tools.checkout import Checkout
+from tools.checkout import Checkout, some
 from tools.errors import ForkError, say
 from tools.fetch import fetch, fetch_release
 from tools.lock import Lock, read_lock, write_lock
@@ -99,7 +99,8 @@ def apply(project: Project, *, discard: bool = False, relock: bool = False) -> N
             raise ForkError(
                 f"patches/ ({len(files)} patches) gives tree {tree}, upstream.lock says {lock.patch_count} patches and "
                 f"{lock.series_tree}: a patch was edited, lost or added outside the tool; restore patches/ and "
-                "upstream.lock with git, or accept patches/ as it is with `python -m tools.fork apply --relock`"
+                "upstream.lock with git, or accept patches/ as it is with "
+                "`.venv/bin/python -m tools.fork apply --relock`"
             )
         write_lock(project.lock, replace(lock, series_tree=tree, patch_count=len(files)))
     if discard:
@@ -121,7 +122,10 @@ def check_anchors(patches: Sequence[Patch]) -> None:
     """Raise ForkError when a patch lands anywhere but where it says."""
     moved = [text for patch in patches if (text := patch.anchor_problem())]
     if moved:
-        raise ForkError("; ".join(moved) + ": correct the patch, or its Anchor: trailers if that is where it belongs")
+        raise ForkError(
+            "; ".join(moved) + ": correct the patch, or, if that is where it belongs, its trailers "
+            "(`git commit --amend` in build/checkout; docs/fork.md, Change a patch, lists them)"
+        )
 
 
 def export(project: Project) -> None:
@@ -134,7 +138,8 @@ def export(project: Project) -> None:
         raise ForkError(f"build/checkout is in the middle of a git operation ({operation}): finish or abort it first")
     if files := checkout.changed_files():
         raise ForkError(
-            f"build/checkout has uncommitted changes ({files[0][3:]}, ...): commit them there, or drop them, first"
+            f"build/checkout has uncommitted changes ({some([line[3:] for line in files])}): commit them there, "
+            "or drop them with `.venv/bin/python -m tools.fork apply --discard`"
         )
     if checkout.head is None:
         raise ForkError("build/checkout is empty: run `make apply-patches` first")
@@ -224,7 +229,7 @@ def status(project: Project) -> None:
     state = "as applied" if checkout.head == checkout.applied else f"own commits: {len(checkout.own_commits())}"
     print(f"checkout      {state}, uncommitted files: {len(checkout.changed_files())}")
     if project.rebase_state.exists():
-        print("rebase        in progress: `python -m tools.fork rebase --continue` or `--abort`")
+        print("rebase        in progress: `.venv/bin/python -m tools.fork rebase --continue` or `--abort`")
 
 
 def bump(project: Project) -> None:
@@ -243,19 +248,22 @@ def clean(project: Project, *, force: bool) -> None:
         checkout.require_untouched()
         if saved := checkout.saved():
             raise ForkError(
-                f"build/checkout keeps work of yours ({saved[0]}): `python -m tools.fork clean --force` loses it"
+                f"build/checkout keeps work of yours ({saved[0]}): "
+                "`.venv/bin/python -m tools.fork clean --force` loses it"
             )
     for path in project.build.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
+        elif path != project.held:
+            path.unlink()
 
 
 def refuse_during_rebase(project: Project) -> None:
     """Raise ForkError while a rebase waits for its user: patches/ must not change under it."""
     if project.rebase_state.exists():
         raise ForkError(
-            "a rebase is in progress in build/rebase: finish it with `python -m tools.fork rebase --continue` "
-            "or drop it with `python -m tools.fork rebase --abort`"
+            "a rebase is in progress in build/rebase: finish it with "
+            "`.venv/bin/python -m tools.fork rebase --continue` or drop it with `.venv/bin/python -m tools.fork rebase --abort`"
         )
 
 

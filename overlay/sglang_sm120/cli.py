@@ -73,7 +73,7 @@ def _problems() -> Iterator[str]:
         return
     wanted = "sm_{}{}".format(*torch.cuda.get_device_capability())
     if wanted not in (target.removesuffix("a") for target in ops.library_targets()):
-        yield f"the kernels are not built for this GPU, {wanted}: `python -m tools.kernels build --archs {wanted}`"
+        yield f"the kernels are not built for this GPU, {wanted}: build the wheel with ARCHS={wanted} before make"
 
 
 def _print_server(url: str) -> bool:

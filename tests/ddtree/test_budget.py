@@ -156,7 +156,18 @@ def test_a_kind_that_a_busy_neighbour_made_slow_is_tried_again():
     table.learn(True, 5.5, 2.0, is_host_bound=False)
     assert table.estimate(1, 1, 0) > 2.9, "a little faster says little"
     table.learn(True, 2.2, 2.0, is_host_bound=False)
-    assert table.estimate(1, 1, 0) == pytest.approx(0.0, abs=1e-6) and table.estimate(8, 1, 0) == pytest.approx(2.2)
+    assert table.estimate(1, 1, 0) == pytest.approx(3.0 * 2.2 / 5.5, rel=0.02), "as much faster as the other"
+    assert table.estimate(8, 1, 0) == pytest.approx(2.2)
+
+
+def test_a_host_that_sets_the_pace_shows_what_the_device_needs_at_most():
+    table = StepCosts({1: {1: (1.0, 0.0)}, 8: {1: (2.0, 0.0)}, 32: {1: (5.0, 0.0)}})
+    table.learn(True, 6.0, 2.0, is_host_bound=False)  # a busy moment: three times what was measured
+    table.learn(True, 4.0, 2.0, is_host_bound=True)
+    assert [table.estimate(width, 1, 0) for width in (8, 32)] == pytest.approx([4.0, 10.0])
+    for _ in range(100):
+        table.learn(True, 4.0, 2.0, is_host_bound=True)
+    assert table.estimate(32, 1, 0) == pytest.approx(4.0), "and fades, for wider ones may be free"
 
 
 def test_what_is_not_measured_fades():
@@ -165,3 +176,4 @@ def test_what_is_not_measured_fades():
     for _ in range(400):
         table.learn(True, 2.2, 2.0, is_host_bound=False)
     assert table.estimate(1, 1, 0) < 0.5 and table.estimate(8, 1, 0) == pytest.approx(2.2)
+    assert table.last_known(1, 1, 0) == pytest.approx(3.0), "what a probe may cost is counted by what was seen"

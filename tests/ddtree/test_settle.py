@@ -140,7 +140,7 @@ def test_a_step_takes_as_long_as_the_slower_of_host_and_device(pace, idle, learn
     watch, costs, steps = pace
     for step in range(steps):
         watch(True, 3.0 if step % 3 else 30.0, idle=idle)  # prompts come between
-    assert costs.learned[True] == pytest.approx(learned)
+    assert costs.learned[True] == pytest.approx(learned, rel=0.02)
 
 
 def test_a_step_without_a_draft_has_figures_of_its_own(pace):

@@ -94,11 +94,13 @@ def test_the_picture_shows_the_pool_before_and_after(tmp_path, capsys):
         pass
     maps.append(world.owners())
     assert sorted(maps[0]) == sorted(maps[1]) and maps[0] != maps[1]
-    state = {"map_before": maps[0], "map_after": maps[1], "mean_run_length": 2.0, "contiguity": 0.5}
+    state = {"map_before": maps[0], "map_after": maps[1], "passes": 1, "mean_run_length": 2.0, "contiguity": 0.5}
     with answering({"internal_states": [{"sm120_kv": state}]}) as url:
         picture = tmp_path / "kv.png"
         kv_map.run(argparse.Namespace(url=url, out=picture, api_key="secret"))
-    assert str(picture) in capsys.readouterr().out
+        said = capsys.readouterr().out
+        kv_map.run(argparse.Namespace(url=f"{url}/", out=picture, api_key="secret"))
+    assert f"{picture}: the pool before (above) and after" in said and "mean run 2.0 units" in said
     image = Image.open(picture).convert("RGB")
     pixel = kv_map.CELL_PIXELS
     for at, owner in enumerate(maps[0][: kv_map.CELLS_PER_LINE]):

@@ -134,7 +134,8 @@ class AdaptiveWidth:
         self.policy.costs.learn(drafts, float(np.median(np.diff(begun))), float(np.median(expected)), idle.mean() > 0.5)
         group = get_parallel().tp_group
         if group.world_size > 1:
-            self.policy.costs.learned = group.broadcast_object(self.policy.costs.learned, src=0)
+            costs = self.policy.costs
+            costs.timed, costs.learned = group.broadcast_object((costs.timed, costs.learned), src=0)
 
     def _use(self, width: int) -> None:
         self.runner.decode_cuda_graph_runner = self._graphs[width]

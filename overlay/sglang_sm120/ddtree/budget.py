@@ -33,28 +33,34 @@ PROBE_SHARE = 0.005
 class StepCosts:
     """Seconds of a whole step: `seconds[width][batch] = (at no context, more per context token of the batch)`.
 
-    `learned`: of steps without a draft, and of those with one, the seconds that the host needs to launch one, and what
-    a step takes on the device over what was measured. Trusted as measured until `forget`.
+    `timed`: of steps without a draft, and of those with one, the seconds that the host needs to launch one, and what a
+    step takes on the device over what was measured, when last seen. `learned`: the same, but faded since.
     """
 
     seconds: dict[int, dict[int, tuple[float, float]]]
+    timed: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 1.0), (0.0, 1.0)])
     learned: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 1.0), (0.0, 1.0)])
 
     def forget(self) -> None:
         """Let a step of either kind cost nothing, so that both are tried: a start-up is a busy moment to measure in."""
-        self.learned = [(0.0, 0.0), (0.0, 0.0)]
+        self.timed, self.learned = [(0.0, 0.0), (0.0, 0.0)], [(0.0, 0.0), (0.0, 0.0)]
 
     def learn(self, drafts: bool, taken: float, expected: float, is_host_bound: bool) -> None:
         """From steps of one kind that took `taken` seconds each where the device should have needed `expected`.
 
-        What the other kind costs fades, so that it is tried again before long; at once where this kind gets much
-        faster, for whatever held it up held up the other too.
+        What the other kind costs fades, so that it is tried again before long; by as much as this kind got faster, if
+        that is much, for whatever held it up held up the other too.
         """
         launching, scale = self.learned[drafts]
-        keep = 0.0 if taken < SPED_UP * max(launching, scale * expected) else FADE
+        known = max(launching, scale * expected)
+        keep = min(FADE, taken / known) if taken < SPED_UP * known else FADE
         other_launching, other_scale = self.learned[not drafts]
         self.learned[not drafts] = (keep * other_launching, keep * other_scale)
-        self.learned[drafts] = (taken, scale) if is_host_bound else (min(launching, taken), taken / expected)
+        if is_host_bound:  # the device needs less than that
+            self.learned[drafts] = (taken, min(FADE * scale, taken / expected))
+        else:
+            self.learned[drafts] = (min(launching, taken), taken / expected)
+        self.timed[drafts] = self.learned[drafts]
 
     def on_device(self, width: int, batch_size: int, context_tokens: int) -> float:
         """Device seconds of a step of `batch_size` requests with `context_tokens` in all.
@@ -69,8 +75,15 @@ class StepCosts:
         return float(np.interp(batch_size, sizes, costs))
 
     def estimate(self, width: int, batch_size: int, context_tokens: int) -> float:
-        """Seconds of a step, launching included."""
-        launching, scale = self.learned[width > 1]
+        """Seconds of a step, launching included; less than is known where that is long ago."""
+        return self._seconds(self.learned[width > 1], width, batch_size, context_tokens)
+
+    def last_known(self, width: int, batch_size: int, context_tokens: int) -> float:
+        """Seconds of a step as they were last seen."""
+        return self._seconds(self.timed[width > 1], width, batch_size, context_tokens)
+
+    def _seconds(self, figures: tuple[float, float], width: int, batch_size: int, context_tokens: int) -> float:
+        launching, scale = figures
         return max(launching, scale * self.on_device(width, batch_size, context_tokens), 1e-9)
 
 
@@ -132,8 +145,8 @@ class WidthPolicy:
             return max(self.widths)
         best = max(self.widths, key=lambda w: self.tokens_per_second(w, batch_size, context_tokens))
         wider = min((w for w in self.widths if w > best), default=best)
-        spent = self.costs.estimate(best, batch_size, context_tokens)
-        extra = self.costs.estimate(wider, batch_size, context_tokens) - spent
+        spent = self.costs.last_known(best, batch_size, context_tokens)
+        extra = self.costs.last_known(wider, batch_size, context_tokens) - spent
         self._debt_seconds += PROBE_SHARE * spent
         if wider != best and extra <= self._debt_seconds:
             self._debt_seconds -= max(extra, 0.0)

@@ -9,6 +9,7 @@ import argparse
 import colorsys
 import json
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,11 +79,17 @@ def main(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Fetch the maps from the server and write the picture. RuntimeError says what to do if there are none."""
-    request = urllib.request.Request(f"{arguments.url}/server_info")
+    request = urllib.request.Request(f"{arguments.url.rstrip('/')}/server_info")
     if arguments.api_key:
         request.add_header("Authorization", f"Bearer {arguments.api_key}")
-    with urllib.request.urlopen(request, timeout=60) as response:
-        states = json.load(response)["internal_states"]
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            states = json.load(response)["internal_states"]
+    except urllib.error.HTTPError as error:
+        hint = "; give --api-key the server's admin key" if error.code in (401, 403) else ""
+        raise RuntimeError(f"/server_info answered {error.code}{hint}") from None
+    except urllib.error.URLError as error:
+        raise RuntimeError(f"no server answers ({error.reason}); give --url the address that it printed") from None
     state = states[0].get("sm120_kv")
     if state is None:
         raise RuntimeError("the server runs without compaction; start it with SGLANG_SM120_KV_COMPACT=idle or auto")
@@ -92,5 +99,9 @@ def run(arguments: argparse.Namespace) -> None:
             '{"server_args": {"sm120_kv_compact": 1}} and serve or wait a moment'
         )
     draw([state["map_before"], state["map_after"]]).save(arguments.out)
-    print(f"{arguments.out}: before (above) and after; mean run {state['mean_run_length']:.1f} units, "
-          f"contiguity {state['contiguity']:.3f}")  # fmt: skip
+    if state["passes"]:
+        print(f"{arguments.out}: the pool before (above) and after the last passes")
+    else:
+        print(f"{arguments.out}: the pool as it is, twice: nothing had to be moved so far")
+    if state["mean_run_length"]:
+        print(f"running requests: mean run {state['mean_run_length']:.1f} units, contiguity {state['contiguity']:.3f}")

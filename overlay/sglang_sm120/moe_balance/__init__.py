@@ -61,4 +61,6 @@ def run(arguments: argparse.Namespace) -> None:
     arguments.out.with_suffix(".json").write_text(report.to_json(findings))
     report.draw(load).save(arguments.out.with_suffix(".png"))
     print(report.text(findings))
+    if ranks == 1:
+        print("one rank has all experts: --ranks N judges the layout of N")
     print(f"written: {arguments.out.with_suffix('.json')} and {arguments.out.with_suffix('.png')}")
