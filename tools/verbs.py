@@ -263,7 +263,8 @@ def refuse_during_rebase(project: Project) -> None:
     if project.rebase_state.exists():
         raise ForkError(
             "a rebase is in progress in build/rebase: finish it with "
-            "`.venv/bin/python -m tools.fork rebase --continue` or drop it with `.venv/bin/python -m tools.fork rebase --abort`"
+            "`.venv/bin/python -m tools.fork rebase --continue` or drop it with "
+            "`.venv/bin/python -m tools.fork rebase --abort`"
         )
 
 
