@@ -102,7 +102,7 @@ def _kernels(project: Project, options: argparse.Namespace) -> KernelLibrary | N
             say(f"kernels: left out ({error})")
             return None
         raise ForkError(f"{error}; or build without CUDA kernels: --no-kernels") from None
-    say(f"kernels: compiling for {' '.join(options.archs)} (minutes the first time)")
+    say(f"kernels: brought up to date for {' '.join(options.archs)} (minutes the first time)")
     library = kernels.build_for_release(options.archs, project.build / "kernels")
     return KernelLibrary(library, kernels.source_hash(), tuple(options.archs))
 

@@ -52,7 +52,9 @@ def run(arguments: argparse.Namespace) -> None:
         ranks, model = arguments.ranks or 8, arguments.model
     else:
         server = recording.RecordingServer(arguments.url, arguments.api_key, arguments.dump_dir)
-        load = recording.read(server.record(arguments.seconds), arguments.copies or server.copies)
+        recorded = server.record(arguments.seconds)
+        load = recording.read(recorded, arguments.copies or server.copies)
+        print(f"recorded: {recorded}, which stays; --record reads it again")
         ranks, model = arguments.ranks or server.ranks, arguments.model or server.model
     gpu = cost.Gpu(arguments.read_gbps, arguments.tflops, arguments.weight_bytes, arguments.tile)
     redundant = arguments.redundant or [ranks * per_rank for per_rank in REDUNDANT_EXPERTS_PER_RANK]

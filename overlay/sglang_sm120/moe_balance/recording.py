@@ -47,7 +47,7 @@ def read(path: Path, copies: int) -> Load:
     counts = dump["logical_count"].long()
     counts = counts[counts.sum((1, 2)) > 0]
     if len(counts) == 0:
-        raise ValueError(f"{path}: no token was routed while it was recorded; send requests meanwhile")
+        raise ValueError(f"no token was routed while {path} was recorded; send requests meanwhile")
     if (counts % copies).any():
         raise ValueError(f"{path}: counts are no multiples of --copies {copies}; give the number of ranks that counted")
     with_experts = counts.sum((0, 2)) > 0

@@ -89,7 +89,9 @@ def text(found: dict[str, Any]) -> str:
             f"hottest of {found['ranks']} ranks over their mean: {max(found['rank_max_over_mean']):.2f} in the worst "
             f"layer, {max(found['rank_over_mean']):.2f} all layers together"
         )
-    lines.append("routed experts a step, modelled for the second half of the steps (docs/moe-balance.md):")
+    lines.append(
+        "routed experts a step, less is better, modelled for the second half of the steps (docs/moe-balance.md):"
+    )
     lines.append(_line("TP, against even experts", found["tp"]))
     for name, step in found.items():
         if name == "ep":
