@@ -104,20 +104,24 @@ class Checkout:
         git_dir = Path(self.repo.git_dir)
         return next((name for name in _OPERATIONS if (git_dir / name).exists()), None)
 
-    def require_untouched(self) -> None:
-        """Raise ForkError when moving HEAD would lose something of the user's."""
+    def require_committed(self) -> None:
+        """Raise ForkError while build/checkout holds what no commit does."""
         if operation := self.operation():
             raise ForkError(
                 f"build/checkout is in the middle of a git operation ({operation}): finish or abort it first"
             )
         if files := self.changed_files():
             raise ForkError(
-                f"build/checkout has uncommitted changes ({some([line[3:] for line in files])}): "
+                f"build/checkout has uncommitted changes ({_some([line[3:] for line in files])}): "
                 "commit them there and run `make export-patches`, "
                 "or drop them with `.venv/bin/python -m tools.fork apply --discard`"
             )
+
+    def require_untouched(self) -> None:
+        """Raise ForkError when moving HEAD would lose something of the user's."""
+        self.require_committed()
         if self.head != self.applied:
-            found = some(self.own_commits()) or "a patch was dropped there"
+            found = _some(self.own_commits()) or "a patch was dropped there"
             raise ForkError(
                 f"build/checkout is not at the applied series ({found}): keep that with `make export-patches`, "
                 "or go back with `.venv/bin/python -m tools.fork apply --discard`"
@@ -218,7 +222,7 @@ def is_source(name: str) -> bool:
     return not name.endswith(_COMPILED) and not (folder.endswith(".dist-info") and base in _UNSHARED)
 
 
-def some(items: list[str]) -> str:
+def _some(items: list[str]) -> str:
     """The first three, and how many more there are."""
     shown = ", ".join(items[:3])
     return shown if len(items) <= 3 else f"{shown} and {len(items) - 3} more"

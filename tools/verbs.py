@@ -10,7 +10,7 @@ from zipfile import ZipFile
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
-from tools.checkout import Checkout, some
+from tools.checkout import Checkout
 from tools.errors import ForkError, say
 from tools.fetch import fetch, fetch_release
 from tools.lock import Lock, read_lock, write_lock
@@ -134,13 +134,7 @@ def export(project: Project) -> None:
     lock = read_lock(project.lock)
     checkout = Checkout.open(project)
     base = import_pinned(project, checkout, lock)
-    if operation := checkout.operation():
-        raise ForkError(f"build/checkout is in the middle of a git operation ({operation}): finish or abort it first")
-    if files := checkout.changed_files():
-        raise ForkError(
-            f"build/checkout has uncommitted changes ({some([line[3:] for line in files])}): commit them there, "
-            "or drop them with `.venv/bin/python -m tools.fork apply --discard`"
-        )
+    checkout.require_committed()
     if checkout.head is None:
         raise ForkError("build/checkout is empty: run `make apply-patches` first")
     before = {path.name: path.read_bytes() for path in project.patches.glob("*.patch")}
