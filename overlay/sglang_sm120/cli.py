@@ -7,21 +7,19 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import torch
 
-from sglang_sm120 import moe_balance, ops
+from sglang_sm120 import client, moe_balance, ops
 from sglang_sm120.kvdefrag import kv_map
 
 
-def doctor(url: str | None) -> int:
+def doctor(url: str | None, api_key: str | None = None) -> int:
     """Print the facts that decide what runs; return 0 when a GPU can serve, 1 when only the CPU can, 2 on a defect."""
     for name, value in _facts():
         print(f"{name:<18}{value}")
-    if url and not _print_server(url):
+    if url and not _print_server(url, api_key):
         return 2
     problems = list(_problems())
     for problem in problems:
@@ -76,22 +74,18 @@ def _problems() -> Iterator[str]:
         yield f"the kernels are not built for this GPU, {wanted}: build the wheel with ARCHS={wanted} before make"
 
 
-def _print_server(url: str) -> bool:
+def _print_server(url: str, api_key: str | None) -> bool:
     """Print what a running server chose, and its hooks; False if it cannot be asked or is not ours."""
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=10) as answer:
-            (state, *_) = json.load(answer)["internal_states"]
+        (state, *_) = client.server_info(url, api_key)["internal_states"]
         facts = state["sm120"]
     except KeyError:
         print(
             f"error: the server at {url} runs without this package's hooks: start it from this wheel", file=sys.stderr
         )
         return False
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        print(
-            f"error: no server answers at {url} ({error}); give --url the address that it printed at start",
-            file=sys.stderr,
-        )
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
         return False
     for name, value in facts.items():
         print(f"server {name:<18}{value}")
@@ -105,8 +99,8 @@ def main() -> None:
     verb = verbs.add_parser(
         "doctor", help="GPU, kernels, patches, and what a running server chose", description=doctor.__doc__
     )
-    verb.add_argument("--url", help="also ask a running server, e.g. http://127.0.0.1:30000")
-    verb.set_defaults(run=lambda args: doctor(args.url))
+    client.add_arguments(verb.add_argument_group("also ask a server (only if --url is given)"), default_url=None)
+    verb.set_defaults(run=lambda args: doctor(args.url, args.api_key))
     verb = verbs.add_parser("kv-map", help="a picture of a running server's KV pool", description=kv_map.__doc__)
     kv_map.add_arguments(verb)
     verb.set_defaults(run=kv_map.main)

@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +14,7 @@ from sglang_sm120 import cli
 from sglang_sm120.kvdefrag import kv_map, serving
 from sglang_sm120.kvdefrag.settings import Settings, When
 
+from tests.cpu.answering import answering
 from tests.kvdefrag import schedules
 from tools.churn import World
 
@@ -95,7 +94,7 @@ def test_the_picture_shows_the_pool_before_and_after(tmp_path, capsys):
     maps.append(world.owners())
     assert sorted(maps[0]) == sorted(maps[1]) and maps[0] != maps[1]
     state = {"map_before": maps[0], "map_after": maps[1], "passes": 1, "mean_run_length": 2.0, "contiguity": 0.5}
-    with answering({"internal_states": [{"sm120_kv": state}]}) as url:
+    with answering(json.dumps({"internal_states": [{"sm120_kv": state}]})) as url:
         picture = tmp_path / "kv.png"
         kv_map.run(argparse.Namespace(url=url, out=picture, api_key="secret"))
         said = capsys.readouterr().out
@@ -109,7 +108,7 @@ def test_the_picture_shows_the_pool_before_and_after(tmp_path, capsys):
 
 @pytest.mark.parametrize(("state", "says"), [({}, "runs without compaction"), ({"sm120_kv": {"map_after": []}}, "yet")])
 def test_no_map_yet_says_what_to_do(state, says, tmp_path):
-    with answering({"internal_states": [state]}) as url, pytest.raises(RuntimeError, match=says):
+    with answering(json.dumps({"internal_states": [state]})) as url, pytest.raises(RuntimeError, match=says):
         kv_map.run(argparse.Namespace(url=url, out=tmp_path / "kv.png", api_key=None))
 
 
@@ -120,27 +119,4 @@ def test_the_command_says_what_went_wrong_in_one_line(tmp_path, capsys, monkeypa
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 1
-    assert capsys.readouterr().err.startswith("error: http://127.0.0.1:9: ")
-
-
-class answering:
-    """A server that answers every GET with one JSON."""
-
-    def __init__(self, body: dict) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(json.dumps(body).encode())
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-
-    def __enter__(self) -> str:
-        Thread(target=self._server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
+    assert capsys.readouterr().err.startswith("error: no server answers at http://127.0.0.1:9 (")

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from PIL import Image
 from sglang_sm120 import moe_balance
 from sglang_sm120.moe_balance import cost, recording, report
 
+from tests.cpu.answering import answering
 from tools import server
 from tools.bench_accept import PAIR
 
@@ -138,24 +138,14 @@ def test_a_dump_becomes_json_picture_and_text(tmp_path, capsys):
 
 
 def test_a_server_that_records_nothing_is_told_how(capsys):
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"expert_distribution_recorder_mode": null}')
-
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as fake:
-        threading.Thread(target=fake.handle_request, daemon=True).start()
-        assert run("--url", f"http://127.0.0.1:{fake.server_port}") == 1
+    with answering('{"expert_distribution_recorder_mode": null, "internal_states": [{}]}') as url:
+        assert run("--url", url) == 1
     assert "start it with --expert-distribution-recorder-mode stat" in capsys.readouterr().err
 
 
 def test_no_server(capsys):
     assert run("--url", f"http://127.0.0.1:{server.free_port()}") == 1
-    assert "give --url its address" in capsys.readouterr().err
+    assert "no server answers" in capsys.readouterr().err
 
 
 def test_the_trained_pair_recorded_while_it_serves(tmp_path, capsys):

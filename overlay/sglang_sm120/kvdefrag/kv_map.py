@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import colorsys
-import json
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from sglang_sm120 import client
 
 if TYPE_CHECKING:
     import torch
@@ -62,9 +61,8 @@ def draw(maps: list[list[int]]) -> Image:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kv-map`."""
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="the running server")
+    client.add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("kv-map.png"), help="the picture to write")
-    parser.add_argument("--api-key", help="the server's admin key, if it has one")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -72,27 +70,19 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         run(arguments)
     except (RuntimeError, OSError) as error:
-        print(f"error: {arguments.url}: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Fetch the maps from the server and write the picture. RuntimeError says what to do if there are none."""
-    request = urllib.request.Request(f"{arguments.url.rstrip('/')}/server_info")
-    if arguments.api_key:
-        request.add_header("Authorization", f"Bearer {arguments.api_key}")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            states = json.load(response)["internal_states"]
-    except urllib.error.HTTPError as error:
-        hint = "; give --api-key the server's admin key" if error.code in (401, 403) else ""
-        raise RuntimeError(f"/server_info answered {error.code}{hint}") from None
-    except urllib.error.URLError as error:
-        raise RuntimeError(f"no server answers ({error.reason}); give --url the address that it printed") from None
-    state = states[0].get("sm120_kv")
+    (state, *_) = client.server_info(arguments.url, arguments.api_key)["internal_states"]
+    state = state.get("sm120_kv")
     if state is None:
-        raise RuntimeError("the server runs without compaction; start it with SGLANG_SM120_KV_COMPACT=idle or auto")
+        raise RuntimeError(
+            f"the server at {arguments.url} runs without compaction; start it with SGLANG_SM120_KV_COMPACT=idle or auto"
+        )
     if not state["map_after"]:
         raise RuntimeError(
             "nothing has looked at the pool yet; POST /set_internal_state "

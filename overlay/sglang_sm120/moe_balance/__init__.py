@@ -6,14 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
+from sglang_sm120 import client
+
 REDUNDANT_EXPERTS_PER_RANK = (0, 1, 4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `moe-balance`."""
     source = parser.add_argument_group("what is judged")
-    source.add_argument("--url", default="http://127.0.0.1:30000", help="the running server to record")
-    source.add_argument("--api-key", help="its admin key, if it has one")
+    client.add_arguments(source)
     source.add_argument("--seconds", type=float, default=60, help="how long to record (default 60)")
     source.add_argument("--dump-dir", type=Path, help="where the server writes dumps (default: as upstream, /tmp)")
     source.add_argument("--record", type=Path, help="judge this dump instead of a running server")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from sglang_sm120 import client
 
 PATTERN = "expert_distribution_recorder_*.pt"
 
@@ -70,9 +70,9 @@ class RecordingServer:
     """A running server on this machine (its dumps are read from the disk)."""
 
     def __init__(self, url: str, api_key: str | None, dump_dir: Path | None) -> None:
-        self._url, self._api_key = url.rstrip("/"), api_key
+        self._url, self._api_key = url, api_key
         self._dump_dir = dump_dir or Path(os.environ.get("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", "/tmp"))
-        self._arguments: dict[str, Any] = json.loads(self._get("server_info"))
+        self._arguments: dict[str, Any] = client.server_info(url, api_key)
         if self._arguments.get("expert_distribution_recorder_mode") not in ("stat", "stat_approx"):
             raise RuntimeError(f"{url} records no expert load; start it with --expert-distribution-recorder-mode stat")
 
@@ -95,12 +95,12 @@ class RecordingServer:
     def record(self, seconds: float) -> Path:
         """Record for so long what the server serves anyway; the file it wrote."""
         before = set(self._dump_dir.glob(PATTERN))
-        self._get("start_expert_distribution_record")
+        self._ask("start_expert_distribution_record")
         try:
             time.sleep(seconds)
         finally:
-            self._get("stop_expert_distribution_record")
-        self._get("dump_expert_distribution_record")
+            self._ask("stop_expert_distribution_record")
+        self._ask("dump_expert_distribution_record")
         written = set(self._dump_dir.glob(PATTERN)) - before
         if not written:
             raise RuntimeError(
@@ -109,15 +109,5 @@ class RecordingServer:
             )
         return max(written, key=lambda path: path.stat().st_mtime)
 
-    def _get(self, endpoint: str) -> str:
-        request = urllib.request.Request(f"{self._url}/{endpoint}")
-        if self._api_key:
-            request.add_header("Authorization", f"Bearer {self._api_key}")
-        try:
-            with urllib.request.urlopen(request, timeout=120) as response:
-                return response.read().decode()
-        except urllib.error.HTTPError as error:
-            hint = "; give --api-key the server's admin key" if error.code in (401, 403) else ""
-            raise RuntimeError(f"{self._url}/{endpoint} answered {error.code}{hint}") from None
-        except OSError as error:
-            raise RuntimeError(f"no server answers at {self._url} ({error}); give --url its address") from None
+    def _ask(self, endpoint: str) -> None:
+        client.ask(self._url, endpoint, self._api_key)
