@@ -4,7 +4,8 @@
     python -m tools.bench_ddtree render --out DIR    what that left as docs/bench/ddtree.{json,md,png}
 
 The model is the trained pair, grown (tools/grow_pair.py): the acceptance is real, on held-out text, and so is the cost
-of a step. All servers are up at once and take turns.
+of a step. The pair knows windows of 256 tokens: a prompt ends with some of held-out text, and what makes it longer is
+filler that is read, but paid no attention to. All servers are up at once and take turns.
 """
 
 from __future__ import annotations
@@ -26,25 +27,32 @@ from tools.bench_server import Run
 BUDGET = 32
 # Deep enough that the GPU and not the host sets the pace, as in the models that this is for (27 to 61 layers).
 LAYERS = 32
-# Longer prompts are shared by several requests, each with an ending of its own, so that the prefix cache holds them.
-DISTINCT_TOKENS, OWN_TOKENS, ANSWER_TOKENS = 300_000, 48, 512
-FEW_TOKENS = 8
+# Longer prompts share their filler, so that the prefix cache holds it.
+DISTINCT_TOKENS = 300_000
+# Text of a request, and how much is answered before all of a batch are sure to run: with the answer no longer than what
+# the pair was trained on, where that is enough.
+TEXT_TOKENS, FEW_TOKENS, MOST_FEW_TOKENS = 96, 8, 128
+# Of the answer; and how many texts a row has at least, in batches of its size.
+ANSWER_TOKENS, TEXTS = 128, 8
+# The adaptive width learns for so long before a row is measured.
+LEARNING_S = 10.0
+EXCERPT_STRIDE = 997
 PROFILED = [(1, 32_768), (16, 32_768)]
-# The first of them read the prompts.
-PROFILED_STEPS = 24
+# The first of them read the prompts; as many tokens as keep the batch running until the trace is whole.
+PROFILED_STEPS, PROFILED_TOKENS = 24, 400
 
 
 def variants(pair: Path, contexts: list[int], batches: list[int]) -> dict[str, list[str]]:
     """Server flags by mode; the drafter reads the same last tokens in all that draft."""
     sizes = " ".join(map(str, sorted({*batches, *(bs for bs, _ in PROFILED)})))
-    pool = max(*contexts, DISTINCT_TOKENS) + max(batches) * (OWN_TOKENS + ANSWER_TOKENS)
+    pool = max(*contexts, DISTINCT_TOKENS) + max(batches) * (TEXT_TOKENS + MOST_FEW_TOKENS + PROFILED_TOKENS)
     common = shlex.split(
         f"--attention-backend sm120_mla --max-total-tokens {pool} --context-length {max(contexts) + 2000} "
         f"--max-running-requests {max(batches)} --mem-fraction-static 0.6 --cuda-graph-bs-decode {sizes}"
     )
     draft = shlex.split(
         f"--speculative-draft-model-path {pair / 'drafter'} --speculative-draft-attention-backend triton "
-        f"--speculative-draft-window-size {bench_server.DRAFT_WINDOW_TOKENS}"
+        f"--speculative-draft-window-size {TEXT_TOKENS}"
     )
     tree = [*draft, "--speculative-algorithm", "DDTREE", "--speculative-ddtree-budget", str(BUDGET)]
     return {
@@ -55,13 +63,17 @@ def variants(pair: Path, contexts: list[int], batches: list[int]) -> dict[str, l
     }
 
 
-def prompts(text: list[int], context: int, batch: int) -> list[list[int]]:
-    """Excerpts of `context` tokens; the text starts over where it is too short."""
+def prompts(text: list[int], context: int, batch: int, at: int = 0) -> list[list[int]]:
+    """`batch` prompts of `context` tokens that end with excerpts of the text, the `at`-th and those after it."""
     distinct = max(1, min(batch, DISTINCT_TOKENS // context))
-    stream = itertools.cycle(text)
-    shared = [list(itertools.islice(stream, context - OWN_TOKENS)) for _ in range(distinct)]
-    own = [list(itertools.islice(stream, 311, 311 + OWN_TOKENS)) for _ in range(batch)]
-    return [shared[i % distinct] + own[i] for i in range(batch)]
+    fillers, filler_tokens = grow_pair.FILLERS, max(0, context - TEXT_TOKENS)
+    batch_prompts = []
+    for i in range(batch):
+        kinds = fillers[i % distinct // len(fillers)], fillers[i % distinct % len(fillers)]
+        begin = (at + i) * EXCERPT_STRIDE % (len(text) - TEXT_TOKENS)
+        filler = [*kinds, *[fillers[0]] * filler_tokens][:filler_tokens]
+        batch_prompts.append(filler + text[begin : begin + context - filler_tokens])
+    return batch_prompts
 
 
 def prompts_of_many_lengths(text: list[int]) -> list[list[int]]:
@@ -70,51 +82,72 @@ def prompts_of_many_lengths(text: list[int]) -> list[list[int]]:
     return [text[1000 * i : 1000 * i + length] for i, length in enumerate(lengths)]
 
 
-def answer(up: server.Server, encoded: str, tokens: int) -> tuple[float, float, float]:
-    """Seconds until the first and the last of the prompts, `encoded` as JSON, has `tokens`; mean steps of one."""
+def answer(up: server.Server, encoded: str, tokens: int) -> list[tuple[float, int]]:
+    """Seconds and steps that each of the prompts, `encoded` as JSON, takes for `tokens`."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
     infos = [answer["meta_info"] for answer in up.post("/generate", body)]
-    seconds = [info["e2e_latency"] for info in infos]
-    steps = statistics.mean(info.get("spec_verify_ct", tokens - 1) for info in infos)
-    return min(seconds), max(seconds), steps
+    return [(info["e2e_latency"], info.get("spec_verify_ct", tokens - 1)) for info in infos]
 
 
-def effort(batch_tokens: int) -> tuple[int, int]:
-    """Tokens a request and repeats for a batch with this much context: its steps are slow where there is much."""
-    if batch_tokens < 500_000:
-        return 128, 4
-    return (32, 3) if batch_tokens < 4_000_000 else (16, 2)
+def rounds(batch_tokens: int) -> int:
+    """How often each text is answered, for a batch with this much context: its steps are slow where there is much."""
+    return 3 if batch_tokens < 500_000 else 2
 
 
 def first_and_last(up: server.Server, encoded: str, tokens: int) -> tuple[float, float]:
     """Seconds until the first and the last of the prompts has `tokens`."""
-    return answer(up, encoded, tokens)[:2]
+    seconds = [seconds for seconds, _ in answer(up, encoded, tokens)]
+    return min(seconds), max(seconds)
 
 
-def decode(up: server.Server, encoded: str, batch_size: int, few: int, tokens: int) -> tuple[float, float]:
-    """Tokens per second of the batch over `tokens` more than `few`, and committed tokens a step."""
-    _, few_s, _ = answer(up, encoded, few)
-    _, all_s, steps = answer(up, encoded, few + tokens)
-    return batch_size * tokens / (all_s - few_s), (few + tokens - 1) / steps
+def decode(up: server.Server, encoded: str, few: int) -> tuple[float, float]:
+    """Tokens per second of a batch while all of it runs, and tokens that a request commits a step.
+
+    Over ANSWER_TOKENS more than `few`. Requests commit unlike numbers a step and end one after the other; a step's time
+    is taken until the first one ends.
+    """
+    begun, ended = answer(up, encoded, few), answer(up, encoded, few + ANSWER_TOKENS)
+    steps = [after - before for (_, before), (_, after) in zip(begun, ended, strict=True)]
+    first = min(range(len(ended)), key=lambda i: ended[i][0])
+    step_s = (ended[first][0] - begun[first][0]) / steps[first]
+    accepted = [ANSWER_TOKENS / count for count in steps]
+    return sum(accepted) / step_s, statistics.fmean(accepted)
+
+
+def learn(up: server.Server, encoded: list[str]) -> list[float]:
+    """Let the adaptive width get used to a row: tokens per second, prompts apart, as the texts are answered in turn."""
+    begin, rates = time.monotonic(), []
+    for text in itertools.cycle(encoded):
+        rates.append(decode(up, text, FEW_TOKENS)[0])
+        if time.monotonic() - begin > LEARNING_S:
+            return rates
 
 
 def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
-    """Append one row: medians of repeats that the modes take in turns."""
-    encoded = json.dumps(prompts(text, context, batch_size))
-    tokens, repeats = effort(context * batch_size)
-    rates: dict[str, list[float]] = {mode: [] for mode in run.ups}
+    """Append one row: of each text the median over rounds that the modes take in turns, then the mean over the texts."""
+    batches = range(0, max(TEXTS, batch_size), batch_size)
+    encoded = [json.dumps(prompts(text, context, batch_size, at)) for at in batches]
     row: dict[str, Any] = {"ctx": context, "bs": batch_size}
     few: dict[str, int] = {}
-    for mode, up in run.ups.items():  # the adaptive one gets used to this text
-        answer(up, encoded, FEW_TOKENS + tokens)
-        few[mode] = bench_server.together(partial(first_and_last, up, encoded), FEW_TOKENS)
-    for _ in range(repeats):
-        for mode, up in run.ups.items():
-            rate, row[f"{mode}_accept_len"] = decode(up, encoded, batch_size, few[mode], tokens)
-            rates[mode].append(rate)
-    for mode, of_mode in rates.items():
-        row |= {f"{mode}_tok_s": statistics.median(of_mode), f"{mode}_repeats_tok_s": of_mode}
+    for mode, up in run.ups.items():
+        answer(up, encoded[0], FEW_TOKENS)
+        few[mode] = bench_server.together(partial(first_and_last, up, encoded[0]), FEW_TOKENS, MOST_FEW_TOKENS)
+    if "adaptive" in run.ups:
+        row["learning_tok_s"] = learn(run.ups["adaptive"], encoded)
+    taken: dict[str, list[list[tuple[float, float]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
+    for _, (at, batch), (mode, up) in itertools.product(
+        range(rounds(context * batch_size)), enumerate(encoded), run.ups.items()
+    ):
+        taken[mode][at].append(decode(up, batch, few[mode]))
+    for mode, texts in taken.items():
+        rates = [[rate for rate, _ in text] for text in texts]
+        row |= {
+            # The same tokens of each text: the mean that counts their time.
+            f"{mode}_tok_s": statistics.harmonic_mean(map(statistics.median, rates)),
+            f"{mode}_accept_len": statistics.harmonic_mean([accepted for text in texts for _, accepted in text]),
+            f"{mode}_repeats_tok_s": rates,
+        }
     print({k: round(v, 2) for k, v in row.items() if not isinstance(v, list)}, flush=True)
     run.results["rows"].append(row)
     run.save()
@@ -128,7 +161,7 @@ def profile(up: server.Server, text: list[int], batch_size: int, context: int, o
     # Begun before the batch, which else may be done before the profiler has started.
     body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["CPU", "GPU"]}
     up.post_text("/start_profile", body | {"with_stack": False, "record_shapes": False})
-    up.generate(batch, 400)
+    up.generate(batch, PROFILED_TOKENS)
     time.sleep(2)  # the trace is written in the background
     (trace,) = folder.rglob("*.json.gz")
     trace.rename(out / f"trace-bs{batch_size}.json.gz")

@@ -246,15 +246,15 @@ def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) 
     run.save()
 
 
-def together(call: Callable[[int], tuple[float, float]], least: int) -> int:
+def together(call: Callable[[int], tuple[float, float]], least: int, most: int = MOST_FEW_STEPS) -> int:
     """How many steps or tokens a request takes until none of its batch is done before the last has come.
 
     `call` says after how many seconds the first and the last request of a batch are done; the last to be done with
-    `least` has come by then. Gives up at MOST_FEW_STEPS.
+    `least` has come by then. Gives up at `most`.
     """
     few = least
     first_s, arrived_s = call(few)
-    while first_s < 0.98 * arrived_s and few < MOST_FEW_STEPS:
+    while first_s < 0.98 * arrived_s and few < most:
         few *= 4
         first_s, _ = call(few)
     return few

@@ -6,6 +6,10 @@ Every width of the pair in tests/fixtures is padded with zeros to that of one te
 Kimi-shaped model, and layers that add nothing follow the trained ones. A zero changes no sum; norms are rescaled for
 the zeros among their inputs, queries for the softmax scale of longer heads. Only rounding differs, so acceptance is the
 pair's own while a step costs what its shapes cost.
+
+The pair was trained on windows of 256 tokens and writes noise past them, which no drafter foresees. So that it can be
+timed at any context, some tokens are made such that text pays no attention to them (`FILLERS`): what follows any number
+of them is as likely as at the start of a prompt, while attention reads them all.
 """
 
 from __future__ import annotations
@@ -25,6 +29,14 @@ from tools.train_pair import read_texts
 
 PAIR = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "pair"
 FEATURES = 3
+# The bytes 0xf5 to 0xff, which no UTF-8 text has.
+FILLERS = range(179, 190)
+# Two hidden dimensions among the zeros tell text from filler; the rest of the model never sees nor changes them. Text
+# has the first one, too small to count in a norm, and its queries get -FILLER_LOGIT from it where a key has the second.
+TEXT_MARK, FILLER_MARK = 2.0**-7, 2.0**14
+FILLER_LOGIT = 60.0
+# Root mean squares on held-out text of what enters each trained layer, and of its queries before their norm.
+HIDDEN_RMS, QUERY_RMS = (0.09, 19.0, 23.0, 26.0), 2.7
 # Yarn reaches this many times its 4,096 tokens; the pair's own 32 times end before 185k tokens.
 YARN_FACTOR = 64.0
 
@@ -32,10 +44,10 @@ YARN_FACTOR = 64.0
 def grow(out: Path, *, growth: int = 16, layers: int = 16, head: int = 128) -> Path:
     """Write `out/target` and `out/drafter`, hidden size `growth` times the pair's, and return `out`.
 
-    layers: of the target. head: values of a head without rope, and of its output. A pair of this shape that is whole
-    is left as it is.
+    growth: 2 or more. layers: of the target. head: values of a head without rope, and of its output; more than the
+    pair's 16. A pair of this shape that is whole is left as it is.
     """
-    shape, done = {"growth": growth, "layers": layers, "head": head}, out / "grown.json"
+    shape, done = {"growth": growth, "layers": layers, "head": head, "fillers": [*FILLERS]}, out / "grown.json"
     if done.exists() and json.loads(done.read_text()) == shape:
         return out
     done.unlink(missing_ok=True)
@@ -97,6 +109,7 @@ def _grown_target(weights: dict[str, Tensor], config: dict, growth: int, layers:
         return _pad_all(weight, growth)
 
     result = {name: grown(name, weight) for name, weight in weights.items()}
+    _ignore_filler(result, weights, growth, head, yarn[1] ** 2 * (head + rope) ** -0.5)
     last = max(int(name.split(".")[2]) for name in weights if ".layers." in name)
     generator = torch.Generator().manual_seed(0)
     idle = {}
@@ -108,6 +121,36 @@ def _grown_target(weights: dict[str, Tensor], config: dict, growth: int, layers:
     for layer in range(last + 1, layers):
         result |= {name.replace(f".layers.{last}.", f".layers.{layer}."): weight for name, weight in idle.items()}
     return result
+
+
+def _ignore_filler(grown: dict[str, Tensor], trained: dict[str, Tensor], growth: int, head: int, scale: float) -> None:
+    """Give filler a key that no text has, and every query of text a weight against it.
+
+    grown, trained: all weights. head: grown values of a head without rope. scale: what queries get before the softmax.
+    """
+    embedding = grown["model.embed_tokens.weight"]
+    text_mark = trained["model.embed_tokens.weight"].shape[1]
+    embedding[:, text_mark] = TEXT_MARK
+    embedding[[*FILLERS]] = 0.0
+    embedding[[*FILLERS], text_mark + 1] = FILLER_MARK
+    for layer, rms in enumerate(HIDDEN_RMS):
+        at, norm = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.input_layernorm.weight"
+        gain, rank = trained[at + "kv_a_layernorm.weight"].float(), len(trained[at + "q_a_proj.weight"])
+        latent = len(gain)
+        basis = torch.linalg.qr(gain[:, None] * trained[at + "kv_a_proj_with_mqa.weight"][:latent].float()).Q
+        apart = torch.ones(latent) - basis @ basis.sum(0)  # a direction that latents of text have no part in
+        apart /= apart.norm()
+        grown[norm][text_mark], grown[norm][text_mark + 1] = rms / TEXT_MARK / 100, 1.0
+        grown[at + "kv_a_proj_with_mqa.weight"][:latent, text_mark + 1] = apart / gain
+        grown[at + "q_a_proj.weight"][rank, text_mark] = 1.0
+        grown[at + "q_a_layernorm.weight"][rank] = 1.0
+        # Of the first value of each head that the trained one has not.
+        key, query = math.sqrt(latent) / (apart / gain).norm(), growth / 100 / QUERY_RMS
+        keys, queries = grown[at + "kv_b_proj.weight"], grown[at + "q_b_proj.weight"]
+        heads = len(keys) // (2 * head)
+        trained_head = len(trained[at + "kv_b_proj.weight"]) // (2 * heads)
+        keys.view(heads, 2, head, latent)[:, 0, trained_head] = apart
+        queries.view(heads, -1, growth * rank)[:, trained_head, rank] = -FILLER_LOGIT / (scale * key * query)
 
 
 def _grown_drafter(weights: dict[str, Tensor], config: dict, growth: int) -> dict[str, Tensor]:

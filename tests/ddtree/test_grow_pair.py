@@ -31,8 +31,19 @@ def test_grown_pair_gives_the_same_logits(tmp_path):
         assert (small.argmax(-1) == grown.argmax(-1)).float().mean() > 0.97
 
 
+def test_text_after_filler_is_text_at_the_start(tmp_path):
+    """As long as the pair's window, at any position, however much filler of whichever kind lies before it."""
+    grow_pair.grow(tmp_path, growth=2, layers=6, head=32)
+    target = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
+    ids = torch.tensor(pair.held_out_prompts(1, seed=9))[:, :64]
+    filler = torch.tensor([[*grow_pair.FILLERS] * 300])
+    with torch.no_grad():
+        alone, after = target(ids).logits, target(torch.cat([filler, ids], 1), logits_to_keep=64).logits
+    assert (alone - after).abs().max() < 1e-3 * alone.std()
+
+
 def test_a_whole_pair_is_left_and_a_part_of_one_is_grown_again(tmp_path):
-    shape = {"growth": 1, "layers": 5, "head": 32}
+    shape = {"growth": 2, "layers": 5, "head": 32}
     grow_pair.grow(tmp_path, **shape)
     weights = tmp_path / "target" / "model.safetensors"
     written = weights.stat().st_mtime_ns

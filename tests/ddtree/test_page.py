@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -88,7 +90,36 @@ def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
 
 @pytest.mark.parametrize("context, batch, shared", [(1000, 4, False), (bench_ddtree.DISTINCT_TOKENS // 2, 4, True)])
 def test_long_prompts_share_what_the_prefix_cache_can_hold(context, batch, shared):
-    made = bench_ddtree.prompts(list(range(5000)), context, batch)
+    text = list(range(1000, 20_000))
+    made, later = (bench_ddtree.prompts(text, context, batch, at) for at in (0, batch))
     assert [len(prompt) for prompt in made] == [context] * batch
-    assert len({tuple(prompt) for prompt in made}) == batch, "every request has an ending of its own"
-    assert (made[0][:-48] == made[2][:-48]) is shared and made[0][:-48] != made[1][:-48]
+    endings = [tuple(prompt[-bench_ddtree.TEXT_TOKENS :]) for prompt in made + later]
+    assert len(set(endings)) == 2 * batch and set(itertools.chain(*endings)) <= set(text)
+    fillers = [prompt[: -bench_ddtree.TEXT_TOKENS] for prompt in made]
+    assert set(itertools.chain(*fillers)) <= set(bench_ddtree.grow_pair.FILLERS)
+    assert (fillers[0] == fillers[2]) is shared and fillers[0] != fillers[1]
+    assert fillers == [prompt[: -bench_ddtree.TEXT_TOKENS] for prompt in later]
+
+
+def test_a_batch_has_as_many_fillers_as_it_needs():
+    made = bench_ddtree.prompts(list(range(20_000)), 1024, 32)
+    assert len({tuple(prompt[:2]) for prompt in made}) == 32
+    assert [len(prompt) for prompt in bench_ddtree.prompts(list(range(20_000)), 64, 3)] == [64] * 3
+
+
+def test_a_step_is_timed_while_all_of_the_batch_runs():
+    """One request commits 4 tokens a step of 10 ms; the other 2, and its steps are faster once it is alone."""
+    seen = []
+
+    def post(_path, body):
+        tokens = json.loads(body)["sampling_params"]["max_new_tokens"]
+        seen.append(tokens)
+        fast, slow = tokens // 4, tokens // 2
+        seconds = 1.0 + 0.01 * fast, 1.0 + 0.01 * fast + 0.004 * (slow - fast)
+        steps = zip(seconds, (fast, slow), strict=True)
+        return [{"meta_info": {"e2e_latency": s, "spec_verify_ct": n}} for s, n in steps]
+
+    up = types.SimpleNamespace(post=post)
+    rate, accepted = bench_ddtree.decode(up, "[]", 8)
+    assert seen == [8, 8 + bench_ddtree.ANSWER_TOKENS]
+    assert (rate, accepted) == (pytest.approx(6 / 0.01), pytest.approx(3.0))
