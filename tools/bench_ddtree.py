@@ -117,11 +117,10 @@ def decode(up: server.Server, encoded: str, few: int) -> tuple[float, float]:
 
 def learn(up: server.Server, encoded: list[str]) -> list[float]:
     """Let the adaptive width get used to a row: tokens per second, prompts apart, as the texts are answered in turn."""
-    begin, rates = time.monotonic(), []
-    for text in itertools.cycle(encoded):
-        rates.append(decode(up, text, FEW_TOKENS)[0])
-        if time.monotonic() - begin > LEARNING_S:
-            return rates
+    end, texts, rates = time.monotonic() + LEARNING_S, itertools.cycle(encoded), []
+    while time.monotonic() < end:
+        rates.append(decode(up, next(texts), FEW_TOKENS)[0])
+    return rates
 
 
 def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:

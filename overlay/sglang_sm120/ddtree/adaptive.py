@@ -1,4 +1,4 @@
-"""The running side of `budget`: measures step costs at start-up, captures each width, and reports what was accepted."""
+"""The running side of `budget`: measures step costs at start, captures each width, reports steps' times and outcomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from sglang_sm120.ddtree.budget import StepCosts, WidthPolicy, offered_widths
@@ -27,48 +27,73 @@ SHORT_CONTEXT_TOKENS = 64
 BATCH_SIZES = (1, 4, 16, 64)
 # Context tokens of a batch in the long measurement: a CPU is for trying it out.
 CONTEXT_TOKENS = {"cuda": 131_072, "cpu": 2048}
-# Steps a measurement, and what the device spins first, so that the host has launched them all when they are timed.
-REPEATS, HEAD_START_CYCLES = 5, 40_000_000
+# The widths are measured in turns, so that a busy moment does not befall one alone. Rounds, steps of each that are
+# timed, and what the device spins first, so that the host has launched them all by then.
+ROUNDS, REPEATS, HEAD_START_CYCLES = 3, 3, 40_000_000
 ID_STRIDE = 7919
 # Results are read this many steps later: under overlap scheduling their step is over then on every rank.
 LAG_STEPS = 2
-# Step times are looked at over so many steps that all draft, or all do not.
-PACE_STEPS = 16
+# Under tensor parallelism rank 0 tells its step times this many at a time.
+TOLD_STEPS = 16
 
 
 @dataclass
-class _Outcome:
-    """A step on its way to the host: its width, path nodes `[B, D + 1]`, and drafter's log-probabilities `[B, Q]`."""
+class _Mark:
+    """A moment in the stream of work."""
 
-    width: int
-    nodes: Tensor
-    masses: Tensor
-    arrived: Any
+    event: Any  # None on a CPU, which has done what it was told to do
+    seconds: float
 
     @classmethod
-    def send(cls, width: int, nodes: Tensor, masses: Tensor) -> _Outcome:
-        """Start the copies."""
-        if not nodes.is_cuda:
-            return cls(width, nodes, masses, None)
-        on_host = _to_pinned(nodes), _to_pinned(masses)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(width, *on_host, arrived)
+    def now(cls, device: str) -> _Mark:
+        """After what was launched so far."""
+        if device == "cpu":
+            return cls(None, time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return cls(event, 0.0)
 
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Probabilities of the nodes, and which were accepted; `[B, Q]` both."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+    def wait(self) -> None:
+        """Until the device has got here."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, earlier: _Mark) -> float:
+        """Seconds from another mark to this one; both have passed."""
+        if self.event is None:
+            return self.seconds - earlier.seconds
+        return 1e-3 * earlier.event.elapsed_time(self.event)
+
+
+@dataclass
+class _Step:
+    """A step on its way to the host.
+
+    load: requests, and context tokens of all of them. nodes: `[B, D + 1]` of the path, masses: `[B, Q]` by the drafter;
+    both None where nothing was drafted. ended, before: marks at its end and at that of the step before.
+    """
+
+    width: int
+    load: tuple[int, int]
+    nodes: Tensor | None
+    masses: Tensor | None
+    ended: _Mark
+    before: _Mark | None
+
+    def outcome(self) -> tuple[np.ndarray, np.ndarray]:
+        """Probabilities of the nodes by the drafter, and which were accepted; `[B, Q]` both. After `ended` only."""
         masses = self.masses.numpy()
         accepted = np.zeros(masses.shape, dtype=bool)
         np.put_along_axis(accepted, self.nodes.numpy(), True, axis=1)
         return np.exp(masses), accepted
 
 
-def _to_pinned(values: Tensor) -> Tensor:
+def _to_host(values: Tensor) -> Tensor:
+    """A copy that is there once the stream has got that far."""
+    if not values.is_cuda:
+        return values
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    on_host.copy_(values, non_blocking=True)
-    return on_host
+    return on_host.copy_(values, non_blocking=True)
 
 
 class AdaptiveWidth:
@@ -84,58 +109,53 @@ class AdaptiveWidth:
         self._ids = apart % self.runner.model_config.vocab_size
         widths = offered_widths(worker.block_size, worker.widest)
         self._graphs = {width: self._graph(width) for width in widths}
-        self._steps = 0
-        self._pending: deque[tuple[int, _Outcome]] = deque()
+        self._pending: deque[_Step] = deque()
+        self._timed: list[tuple[int, int, int, float]] = []
+        self._before: tuple[int, _Mark] | None = None  # width and end of the step before
+        self._load = (0, 0)
         self.policy = WidthPolicy(widths, self._measure(widths))
-        self._host_is_hidden = device == "cuda" and not get_schedule().disable_overlap_schedule
-        if self._host_is_hidden:
-            self.policy.costs.forget()
-        self._drafts = False
-        self._pace: list[tuple[float, float, bool]] = []  # begin, expected seconds, was the GPU idle; since then
-        self._end = torch.get_device_module(device).Event()
 
     def choose(self, batch: ScheduleBatch) -> int:
         """The width for this step; makes its graph the current one."""
-        self._steps += 1
-        while self._pending and self._pending[0][0] <= self._steps:
-            _, outcome = self._pending.popleft()
-            probabilities, accepted = outcome.read()
-            self.policy.observe(outcome.width, probabilities, accepted)
+        while len(self._pending) > LAG_STEPS:
+            self._hear(self._pending.popleft())
         lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
-        batch_size, context_tokens = len(lens), int(lens.sum())
-        width = self.policy.choose(batch_size, context_tokens)
-        if self._host_is_hidden:
-            self._watch_pace(width > 1, self.policy.costs.on_device(width, batch_size, context_tokens))
+        self._load = len(lens), int(lens.sum())
+        width = self.policy.choose(*self._load)
         self._use(width)
         return width
 
     def record(self, path: Path, drafted: DraftTree, width: int) -> None:
-        """Start the way of what was drafted and accepted to the host, if anything was."""
-        self._end.record()
+        """Start the way to the host of a step's end, and of what it drafted and accepted, if anything."""
+        nodes = masses = None
         if width > 1:
-            self._pending.append((self._steps + LAG_STEPS + 1, _Outcome.send(width, path.nodes, drafted.masses)))
+            nodes, masses = _to_host(path.nodes), _to_host(drafted.masses)
         else:
             self.policy.pass_over(len(path.nodes))
+        ended = _Mark.now(self.worker.device)
+        # How long a step takes depends on the one before, which the host may have launched it beside.
+        before = self._before[1] if self._before and self._before[0] == width else None
+        self._pending.append(_Step(width, self._load, nodes, masses, ended, before))
+        self._before = width, ended
 
-    def _watch_pace(self, drafts: bool, device_seconds: float) -> None:
-        """Learn what steps really take, with a draft and without: what the host needs, or else the GPU.
+    def interrupt(self) -> None:
+        """Something else runs before the next step."""
+        self._before = None
 
-        If it needs the GPU longer than the host, the host finds it busy when it begins a step. How long a step takes
-        shows in those that follow, so the first of a kind do not count; the median does, as prompts come between some.
-        Rank 0's figures hold for all ranks.
-        """
-        if drafts != self._drafts:
-            self._drafts, self._pace = drafts, []
-        self._pace.append((time.perf_counter(), device_seconds, self._end.query()))
-        if len(self._pace) <= LAG_STEPS + PACE_STEPS:
-            return
-        begun, expected, idle = np.array(self._pace[LAG_STEPS:]).T
-        self._pace = []
-        self.policy.costs.learn(drafts, float(np.median(np.diff(begun))), float(np.median(expected)), idle.mean() > 0.5)
+    def _hear(self, step: _Step) -> None:
+        """Tell the policy of a step that is over. Rank 0's times hold for all ranks."""
+        step.ended.wait()
+        if step.before is not None:
+            self._timed.append((step.width, *step.load, step.ended.since(step.before)))
+        if step.nodes is not None:
+            self.policy.observe(step.width, *step.outcome())
         group = get_parallel().tp_group
-        if group.world_size > 1:
-            costs = self.policy.costs
-            costs.timed, costs.learned = group.broadcast_object((costs.timed, costs.learned), src=0)
+        if len(self._timed) >= (TOLD_STEPS if group.world_size > 1 else 1):
+            if group.world_size > 1:
+                self._timed = group.broadcast_object(self._timed, src=0)
+            for timed in self._timed:
+                self.policy.learn(*timed)
+            self._timed = []
 
     def _use(self, width: int) -> None:
         self.runner.decode_cuda_graph_runner = self._graphs[width]
@@ -151,7 +171,8 @@ class AdaptiveWidth:
         """Time verify (and draft, for widths above 1) over empty pools; rank 0's figures hold for all ranks."""
         limit = self.runner.max_running_requests
         sizes = sorted({min(size, limit) for size in BATCH_SIZES})
-        seconds = {width: {size: self._line(width, size) for size in sizes} for width in widths}
+        lines = {size: self._lines(widths, size) for size in sizes}
+        seconds = {width: {size: lines[size][width] for size in sizes} for width in widths}
         self._use(self.worker.widest)
         for runner in (self.runner, self.worker.draft_model_runner):
             runner.req_to_token_pool.req_to_token.zero_()
@@ -160,20 +181,25 @@ class AdaptiveWidth:
             seconds = group.broadcast_object(seconds, src=0)
         return StepCosts(seconds)
 
-    def _line(self, width: int, batch_size: int) -> tuple[float, float]:
-        """(seconds at no context, seconds a context token) through a short and a long measurement."""
+    def _lines(self, widths: list[int], batch_size: int) -> dict[int, tuple[float, float]]:
+        """By width, (seconds at no context, seconds a context token) through a short and a long measurement."""
         slots = min(self.runner.token_to_kv_pool.size, self._context_tokens)
         longest = max(2, min(self.runner.model_config.context_len, slots // batch_size) - 2 * self.worker.widest)
         short = min(SHORT_CONTEXT_TOKENS, longest // 2)
-        near, far = (self._seconds(width, batch_size, tokens) for tokens in (short, longest))
-        slope = max(0.0, far - near) / (batch_size * (longest - short))
-        return max(near - slope * batch_size * short, 1e-9), slope
+        near, far = (self._fastest(widths, batch_size, tokens) for tokens in (short, longest))
+        lines = {}
+        for width in widths:
+            slope = max(0.0, far[width] - near[width]) / (batch_size * (longest - short))
+            lines[width] = max(near[width] - slope * batch_size * short, 1e-9), slope
+        return lines
+
+    def _fastest(self, widths: list[int], batch_size: int, context_tokens: int) -> dict[int, float]:
+        """Seconds of each width's fastest step, as somebody else may use the device."""
+        rounds = [{w: self._seconds(w, batch_size, context_tokens) for w in widths} for _ in range(ROUNDS)]
+        return {width: min(seconds[width] for seconds in rounds) for width in widths}
 
     def _seconds(self, width: int, batch_size: int, context_tokens: int) -> float:
-        """Device seconds of a step, host time hidden as overlap scheduling hides it; on a CPU, seconds.
-
-        The fastest of some counts, as somebody else may use the GPU.
-        """
+        """Device seconds of a step, host time hidden as overlap scheduling hides it; on a CPU, seconds."""
         self._use(width)
 
         def step() -> None:

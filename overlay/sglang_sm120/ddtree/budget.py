@@ -1,4 +1,4 @@
-"""Which verify width pays: expected tokens per second, from the drafter's probabilities and measured step times.
+"""Which verify width pays: expected tokens per second, from the drafter's probabilities and the times of real steps.
 
 A smaller best-first tree is the beginning of a larger one, and every draft builds the largest. So each step that drafts
 shows what every width would have offered, verified or not: the probability of node i by the drafter. How far to believe
@@ -6,6 +6,10 @@ it is learned from the nodes that were verified, by halvings of probability; wha
 guess for the next. A step of width w commits `1 + rate[1] + ... + rate[w - 1]` tokens a request on average. Width 1 is
 no speculation. The width of the draft block is the smallest tree; it takes the chain's nodes wherever the drafter is
 sure, at the chain's cost.
+
+What a step takes is learned from the steps that are run, whether host or device sets the pace. Costs measured at start
+are where this begins: they say how a step grows with its load, and how widths compare until they have been tried. The
+width that looks best runs; the others get short trials, and these may cost a small part of the time, no more.
 """
 
 from __future__ import annotations
@@ -22,48 +26,29 @@ MAX_STEP_WEIGHT = 0.25
 # Halvings of probability told apart, and how many expected hits the first guess for one weighs.
 HALVINGS, GUESS_HITS = 12, 1.0
 # So many requests are verified at the widest before anything is chosen.
-FIRST_REQUESTS = 256
-# How much of what is known of one kind of steps stays when the other is timed, and how much faster is a change.
-FADE, SPED_UP = 0.99, 0.8
-# Part of the time that may go to steps wider than the best one, to see how good its further nodes are now.
-PROBE_SHARE = 0.005
+FIRST_REQUESTS = 64
+# Steps of a trial (what the first takes depends on the step before, so it does not count), and steps after it until it
+# has been heard of. The part of the time that trials may cost; and how many steps' time, at a load that is new, a first
+# trial of every width.
+TRIAL_STEPS, REST_STEPS = 4, 8
+TRIAL_SHARE, TRIAL_STEPS_AT_FIRST = 0.005, 40
+# Standard deviations of the logarithm of a step's time over what was measured at start. What befalls all widths alike
+# (a busy neighbour, a host that sets the pace) and what befalls one: at start, at a load that is new, a step later.
+COMMON_AT_START, OWN_AT_START = 1.0, 1.0
+COMMON_AT_LOAD, OWN_AT_LOAD = 0.5, 0.3
+COMMON_A_STEP, OWN_A_STEP = 0.1, 0.01
+# Of one step's time, and how many deviations off it is taken for no more than that.
+STEP_NOISE, MOST_DEVIATIONS = 0.1, 3.0
 
 
 @dataclass
 class StepCosts:
-    """Seconds of a whole step: `seconds[width][batch] = (at no context, more per context token of the batch)`.
-
-    `timed`: of steps without a draft, and of those with one, the seconds that the host needs to launch one, and what a
-    step takes on the device over what was measured, when last seen. `learned`: the same, but faded since.
-    """
+    """Seconds of a step as measured at start: `seconds[width][batch] = (at no context, more per context token)`."""
 
     seconds: dict[int, dict[int, tuple[float, float]]]
-    timed: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 1.0), (0.0, 1.0)])
-    learned: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 1.0), (0.0, 1.0)])
 
-    def forget(self) -> None:
-        """Let a step of either kind cost nothing, so that both are tried: a start-up is a busy moment to measure in."""
-        self.timed, self.learned = [(0.0, 0.0), (0.0, 0.0)], [(0.0, 0.0), (0.0, 0.0)]
-
-    def learn(self, drafts: bool, taken: float, expected: float, is_host_bound: bool) -> None:
-        """From steps of one kind that took `taken` seconds each where the device should have needed `expected`.
-
-        What the other kind costs fades, so that it is tried again before long; by as much as this kind got faster, if
-        that is much, for whatever held it up held up the other too.
-        """
-        launching, scale = self.learned[drafts]
-        known = max(launching, scale * expected)
-        keep = min(FADE, taken / known) if taken < SPED_UP * known else FADE
-        other_launching, other_scale = self.learned[not drafts]
-        self.learned[not drafts] = (keep * other_launching, keep * other_scale)
-        if is_host_bound:  # the device needs less than that
-            self.learned[drafts] = (taken, min(FADE * scale, taken / expected))
-        else:
-            self.learned[drafts] = (min(launching, taken), taken / expected)
-        self.timed[drafts] = self.learned[drafts]
-
-    def on_device(self, width: int, batch_size: int, context_tokens: int) -> float:
-        """Device seconds of a step of `batch_size` requests with `context_tokens` in all.
+    def estimate(self, width: int, batch_size: int, context_tokens: int) -> float:
+        """Seconds of a step of `batch_size` requests with `context_tokens` in all.
 
         Between measured batch sizes a line, past the largest one its cost a request.
         """
@@ -74,17 +59,46 @@ class StepCosts:
             return costs[-1] * batch_size / sizes[-1]
         return float(np.interp(batch_size, sizes, costs))
 
-    def estimate(self, width: int, batch_size: int, context_tokens: int) -> float:
-        """Seconds of a step, launching included; less than is known where that is long ago."""
-        return self._seconds(self.learned[width > 1], width, batch_size, context_tokens)
 
-    def last_known(self, width: int, batch_size: int, context_tokens: int) -> float:
-        """Seconds of a step as they were last seen."""
-        return self._seconds(self.timed[width > 1], width, batch_size, context_tokens)
+@dataclass
+class Pace:
+    """What steps take over what was measured at start, by width and at one load: a Kalman filter over logarithms.
 
-    def _seconds(self, figures: tuple[float, float], width: int, batch_size: int, context_tokens: int) -> float:
-        launching, scale = figures
-        return max(launching, scale * self.on_device(width, batch_size, context_tokens), 1e-9)
+    mean: `[widths]`. covariance: `[widths, widths]`; widths share what befalls all of them, so that one which runs
+    tells of the others, and what is known of one that does not run gets less certain.
+    """
+
+    mean: np.ndarray
+    covariance: np.ndarray
+
+    @classmethod
+    def unknown(cls, widths: int) -> Pace:
+        """Before any step was timed."""
+        return cls(np.zeros(widths), _covariance(widths, COMMON_AT_START, OWN_AT_START))
+
+    def elsewhere(self) -> Pace:
+        """What this says of another load."""
+        widths = len(self.mean)
+        return Pace(self.mean.copy(), self.covariance + _covariance(widths, COMMON_AT_LOAD, OWN_AT_LOAD))
+
+    def learn(self, at: int, log_ratio: float) -> None:
+        """From one step of the width with index `at`."""
+        self.covariance += _covariance(len(self.mean), COMMON_A_STEP, OWN_A_STEP)
+        variance = self.covariance[at, at] + STEP_NOISE**2
+        limit = MOST_DEVIATIONS * variance**0.5
+        gain = self.covariance[at] / variance
+        self.mean += gain * np.clip(log_ratio - self.mean[at], -limit, limit)
+        self.covariance -= np.outer(gain, self.covariance[at])
+
+    def doubt(self) -> np.ndarray:
+        """`[widths]` variance of each width's ratio over that of the surest one."""
+        own = self.covariance.diagonal()
+        surest = own.argmin()
+        return own + own[surest] - 2 * self.covariance[surest]
+
+
+def _covariance(widths: int, common: float, own: float) -> np.ndarray:
+    return np.full((widths, widths), common**2) + np.eye(widths) * own**2
 
 
 @dataclass
@@ -126,32 +140,63 @@ class WidthPolicy:
     rates: np.ndarray = field(init=False)
     _verified: int = field(init=False, default=0)
     _since_draft: int = field(init=False, default=0)
-    _debt_seconds: float = field(init=False, default=0.0)
+    _paces: dict[tuple[int, int], Pace] = field(init=False, default_factory=dict)
+    _latest: Pace = field(init=False)
+    _begun: set[tuple[int, int]] = field(init=False, default_factory=set)
+    _trial: int = field(init=False, default=0)
+    _until_trial: int = field(init=False, default=0)
+    _credit_seconds: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:  # noqa: D105
         self.rates = np.zeros(max(self.widths))
+        self._latest = Pace.unknown(len(self.widths))
 
-    def expected_tokens(self, width: int) -> float:
-        """Committed tokens a request and step."""
-        return 1.0 + float(self.rates[1:width].sum())
+    def expected_tokens(self) -> np.ndarray:
+        """`[widths]` committed tokens a request and step."""
+        return 1.0 + np.cumsum(self.rates)[np.array(self.widths) - 1] - self.rates[0]
 
-    def tokens_per_second(self, width: int, batch_size: int, context_tokens: int) -> float:
-        """Of the whole batch."""
-        return batch_size * self.expected_tokens(width) / self.costs.estimate(width, batch_size, context_tokens)
+    def expected_seconds(self, batch_size: int, context_tokens: int) -> np.ndarray:
+        """`[widths]` of a step."""
+        measured = np.array([self.costs.estimate(width, batch_size, context_tokens) for width in self.widths])
+        return measured * np.exp(self._pace(batch_size, context_tokens).mean)
 
     def choose(self, batch_size: int, context_tokens: int) -> int:
-        """The width for a step, by expected tokens per second; now and then the next wider one, to see its nodes."""
+        """The width for a step, by expected tokens per second; now and then another one, to see what it takes."""
         if self._verified < FIRST_REQUESTS:
             return max(self.widths)
-        best = max(self.widths, key=lambda w: self.tokens_per_second(w, batch_size, context_tokens))
-        wider = min((w for w in self.widths if w > best), default=best)
-        spent = self.costs.last_known(best, batch_size, context_tokens)
-        extra = self.costs.last_known(wider, batch_size, context_tokens) - spent
-        self._debt_seconds += PROBE_SHARE * spent
-        if wider != best and extra <= self._debt_seconds:
-            self._debt_seconds -= max(extra, 0.0)
-            return wider
-        return best
+        tokens, seconds = self.expected_tokens(), self.expected_seconds(batch_size, context_tokens)
+        best = int((tokens / seconds).argmax())
+        losses = np.maximum(0.0, seconds - tokens * seconds[best] / tokens[best])
+        self._earn(TRIAL_STEPS * losses, seconds[best], (batch_size, context_tokens))
+        if self._until_trial == 0:
+            doubt = self._pace(batch_size, context_tokens).doubt() / (TRIAL_STEPS * losses + seconds[best])
+            doubt[best] = 0.0
+            self._trial = int(doubt.argmax())
+            if TRIAL_STEPS * losses[self._trial] > self._credit_seconds:
+                return self.widths[best]
+            self._until_trial = TRIAL_STEPS + REST_STEPS
+        self._until_trial -= 1
+        if self._until_trial < REST_STEPS:
+            return self.widths[best]
+        self._credit_seconds -= losses[self._trial]
+        return self.widths[self._trial]
+
+    def _earn(self, trials: np.ndarray, step: float, load: tuple[int, int]) -> None:
+        """Add to what trials may cost, in seconds: a share of this step's, as long as no trial could spend it."""
+        if self._credit_seconds < trials.max():
+            self._credit_seconds += TRIAL_SHARE * step
+        if (key := _key(*load)) not in self._begun:
+            self._begun.add(key)
+            self._credit_seconds += min(TRIAL_STEPS_AT_FIRST * step, trials.sum())
+
+    def learn(self, width: int, batch_size: int, context_tokens: int, seconds: float) -> None:
+        """From a step that took `seconds` after another of the same width."""
+        pace = self._latest = self._pace(batch_size, context_tokens)
+        measured = self.costs.estimate(width, batch_size, context_tokens)
+        pace.learn(self.widths.index(width), float(np.log(max(seconds, 1e-9) / measured)))
+
+    def _pace(self, batch_size: int, context_tokens: int) -> Pace:
+        return self._paces.setdefault(_key(batch_size, context_tokens), self._latest.elsewhere())
 
     def pass_over(self, batch_size: int) -> None:
         """Note a step of `batch_size` requests that drafted nothing: what is known of the trees gets older."""
@@ -173,7 +218,12 @@ class WidthPolicy:
         self._since_draft = 0
 
 
+def _key(batch_size: int, context_tokens: int) -> tuple[int, int]:
+    """Of loads that are within a factor of two of each other."""
+    return batch_size.bit_length(), context_tokens.bit_length()
+
+
 def offered_widths(block_size: int, widest: int) -> list[int]:
-    """No speculation, the draft block, then doubling budgets up to the widest tree: few, as each is captured."""
+    """No speculation, the draft block, then doubling budgets up to the widest tree: few, as each is captured and tried."""
     budgets = [8, 16, 32, 64, 128, 256, 512]
-    return sorted({1, block_size, widest, *(b + 1 for b in budgets if block_size < b + 1 < widest)})
+    return sorted({1, block_size, widest, *(b + 1 for b in budgets if 2 * block_size <= b < widest - 1)})

@@ -91,6 +91,8 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         """A prefill or an idle batch is upstream's; a decode batch is one step of draft, tree, verify and walk."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
+            if self.adaptive is not None:
+                self.adaptive.interrupt()
             return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         return _Step(self, batch).run(on_publish, grammar_barrier)
 
