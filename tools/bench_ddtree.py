@@ -1,6 +1,7 @@
 """DDTREE on one GPU: tokens per second of no speculation, chain, tree and adaptive width, and what a tree step costs.
 
-    python -m tools.bench_ddtree run --out DIR       serve, time, profile; leaves JSON and traces in DIR
+    python -m tools.bench_ddtree run --out DIR       serve, time, profile; leaves JSON and traces in DIR, and goes on
+                                                     where another run of the same kernels ended
     python -m tools.bench_ddtree render --out DIR    what that left as docs/bench/ddtree.{json,md,png}
 
 The model is the trained pair, grown (tools/grow_pair.py): the acceptance is real, on held-out text, and so is the cost
@@ -174,18 +175,31 @@ def measure_all(run: Run, work: Path, contexts: list[int], batches: list[int]) -
         run.launch(stack, pair / "target", variants(pair, contexts, batches))
         if not run.ups:
             raise SystemExit(f"error: no server started, so there is nothing to measure: see {run.out / 'logs'}")
-        for batch_size, context in PROFILED:
-            with run.attempt(f"profile of batch {batch_size}"):
-                profile(run.ups["tree"], text, batch_size, context, run.out)
-        pairs = [("none", mode) for mode in ("chain", "tree", "adaptive")]
-        bench_server.compare(run, pairs, prompts_of_many_lengths(text))
-        for context, batch_size in itertools.product(contexts, batches):
+        if not run.results["equal"]:
+            for batch_size, context in PROFILED:
+                with run.attempt(f"profile of batch {batch_size}"):
+                    profile(run.ups["tree"], text, batch_size, context, run.out)
+            pairs = [("none", mode) for mode in ("chain", "tree", "adaptive")]
+            bench_server.compare(run, pairs, prompts_of_many_lengths(text))
+        have = {(row["ctx"], row["bs"]) for row in run.results["rows"]}
+        for batch_size, context in itertools.product(batches, contexts):
             if run.late():
                 print(f"no time left for {context} x {batch_size} and what follows", flush=True)
                 return
-            with run.attempt(f"{context} tokens, batch {batch_size}"):
-                measure(run, text, context, batch_size)
+            if (context, batch_size) not in have:
+                with run.attempt(f"{context} tokens, batch {batch_size}"):
+                    measure(run, text, context, batch_size)
         run.save()
+
+
+def so_far(out: Path) -> dict[str, Any]:
+    """What an earlier run of the same kernels and sizes left in this folder, for this one to add to."""
+    what = {"kernel_hash": kernels.source_hash(), "budget": BUDGET, "layers": LAYERS}
+    path = out / "server-run.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    is_same = what.items() <= earlier.items()
+    kept = {key: earlier[key] for key in ("rows", "equal")} if is_same else {"rows": [], "equal": {}}
+    return what | kept | {"absent": {}}
 
 
 def main() -> None:
@@ -203,10 +217,8 @@ def main() -> None:
         ddtree_page.render(args.out, Path("docs/bench"))
     else:
         server.exit_on_sigterm()
-        what = {"kernel_hash": kernels.source_hash(), "budget": BUDGET, "layers": LAYERS}
-        results = what | {"rows": [], "equal": {}, "absent": {}}
         deadline = time.monotonic() + 60 * args.minutes
-        measure_all(Run(args.out, deadline, results=results), args.work, args.contexts, args.batches)
+        measure_all(Run(args.out, deadline, results=so_far(args.out)), args.work, args.contexts, args.batches)
 
 
 if __name__ == "__main__":

@@ -149,11 +149,22 @@ def test_the_tree_bench_goes_on_without_a_mode_and_a_profile(run, monkeypatch):
         yield answering(0.01)
 
     monkeypatch.setattr(bench_server.server, "running", running)
-    bench_ddtree.measure_all(run, run.out, [64], [1])
-    (row,) = run.results["rows"]
+    run.results["rows"] = [{"ctx": 32, "bs": 1}]
+    bench_ddtree.measure_all(run, run.out, [32, 64], [1])
+    _, row = run.results["rows"]
     assert (row["none_tok_s"], row["chain_tok_s"]) == (pytest.approx(100), pytest.approx(100))
     assert "tree_tok_s" not in row and row["none_accept_len"] == 1
     assert {"tree", "adaptive", "profile of batch 1", "profile of batch 16"} <= set(run.results["absent"])
+
+
+def test_the_tree_bench_goes_on_where_another_run_ended(run):
+    results = bench_ddtree.so_far(run.out)
+    assert results["rows"] == []
+    path = run.out / "server-run.json"
+    path.write_text(json.dumps(results | {"rows": [{"ctx": 64, "bs": 1}], "absent": {"a": "b"}, "gpu": "a GPU"}))
+    assert bench_ddtree.so_far(run.out) == results | {"rows": [{"ctx": 64, "bs": 1}]}
+    path.write_text(json.dumps(results | {"rows": [{"ctx": 64, "bs": 1}], "kernel_hash": "other"}))
+    assert bench_ddtree.so_far(run.out)["rows"] == []
 
 
 def test_at_sigterm_the_servers_end_first():

@@ -234,6 +234,6 @@ def test_all_ranks_hear_the_times_of_the_first(heard):
 
 def test_an_outcome_says_which_nodes_were_accepted():
     nodes, masses = torch.tensor([[0, 2, 0], [0, 0, 0]]), torch.tensor([[0.0, -1.0, -2.0, -3.0]] * 2)
-    probabilities, accepted = module._Step(3, (2, 9), nodes, masses, module._Mark(None, 0.0), None).outcome()
+    probabilities, accepted = module.outcome(nodes, masses)
     assert probabilities[0].tolist() == pytest.approx([1.0, 0.3679, 0.1353, 0.0498], abs=1e-4)
     assert accepted.tolist() == [[True, False, True, False], [True, False, False, False]]

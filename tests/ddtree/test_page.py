@@ -72,7 +72,7 @@ def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
     speeds = {"none": 100.0, "chain": 150.0, "tree": 200.0, "adaptive": 198.0}
     without = {"ctx": 8192, "bs": 1, "none_tok_s": 90.0, "chain_tok_s": 120.0, "chain_accept_len": 2.0}
     row = {"ctx": 1024, "bs": 1, "chain_accept_len": 2.5, "tree_accept_len": 3.2}
-    row |= {f"{mode}_tok_s": speed for mode, speed in speeds.items()}
+    row |= {f"{mode}_tok_s": speed for mode, speed in speeds.items()} | {"learning_tok_s": [150.0, 190.0]}
     greedy = {"prompts": 16, "identical": 15, "ties": 1, "errors": [], "noise": 0.1}
     run = {"gpu": "a GPU", "torch": "2", "kernel_hash": "0" * 64, "budget": 32, "layers": 32, "rows": [row, without]}
     (tmp_path / "server-run.json").write_text(json.dumps(run | {"equal": {"tree against none": greedy}}))
@@ -81,8 +81,8 @@ def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
     docs.mkdir()
     ddtree_page.render(tmp_path, docs)
     page = (docs / "ddtree.md").read_text()
-    assert "| 1,024 | 1 | 100 | 150 | 200 | 198 | 0.99 | 2.50 | 3.20 |" in page
-    assert "| 8,192 | 1 | 90 | 120 | - | - | - | 2.00 | - |" in page
+    assert "| 1,024 | 1 | 100 | 150 | 200 | 198 | 0.99 | 150 | 2.50 | 3.20 | - |" in page
+    assert "| 8,192 | 1 | 90 | 120 | - | - | - | - | 2.00 | - | - |" in page
     assert "| trace-bs1 | 1,000 | 70 | 430 | 7 | 39 | 35 | 0 |" in page
     assert "| tree against none | 16 | 15 | 1 | 0 |" in page
     assert (docs / "ddtree.png").stat().st_size > 0 and json.loads((docs / "ddtree.json").read_text())["profiles"]

@@ -1,4 +1,4 @@
-"""The running side of `budget`: measures step costs at start, captures each width, reports steps' times and outcomes."""
+"""The running side of `budget`: measures costs at start, captures each width, reports steps' times and outcomes."""
 
 from __future__ import annotations
 
@@ -69,23 +69,22 @@ class _Mark:
 class _Step:
     """A step on its way to the host.
 
-    load: requests, and context tokens of all of them. nodes: `[B, D + 1]` of the path, masses: `[B, Q]` by the drafter;
-    both None where nothing was drafted. ended, before: marks at its end and at that of the step before.
+    load: requests, and context tokens of all of them. drafted: nodes `[B, D + 1]` of the path and the drafter's
+    log-probabilities `[B, Q]`; None where nothing was drafted. ended, before: at its end, and that of the step before.
     """
 
     width: int
     load: tuple[int, int]
-    nodes: Tensor | None
-    masses: Tensor | None
+    drafted: tuple[Tensor, Tensor] | None
     ended: _Mark
     before: _Mark | None
 
-    def outcome(self) -> tuple[np.ndarray, np.ndarray]:
-        """Probabilities of the nodes by the drafter, and which were accepted; `[B, Q]` both. After `ended` only."""
-        masses = self.masses.numpy()
-        accepted = np.zeros(masses.shape, dtype=bool)
-        np.put_along_axis(accepted, self.nodes.numpy(), True, axis=1)
-        return np.exp(masses), accepted
+
+def outcome(nodes: Tensor, masses: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Of a step's `drafted`: probabilities of the nodes by the drafter, and which were accepted; `[B, Q]` both."""
+    accepted = np.zeros(masses.shape, dtype=bool)
+    np.put_along_axis(accepted, nodes.numpy(), True, axis=1)
+    return np.exp(masses.numpy()), accepted
 
 
 def _to_host(values: Tensor) -> Tensor:
@@ -127,15 +126,13 @@ class AdaptiveWidth:
 
     def record(self, path: Path, drafted: DraftTree, width: int) -> None:
         """Start the way to the host of a step's end, and of what it drafted and accepted, if anything."""
-        nodes = masses = None
-        if width > 1:
-            nodes, masses = _to_host(path.nodes), _to_host(drafted.masses)
-        else:
+        if width == 1:
             self.policy.pass_over(len(path.nodes))
+        sent = (_to_host(path.nodes), _to_host(drafted.masses)) if width > 1 else None
         ended = _Mark.now(self.worker.device)
         # How long a step takes depends on the one before, which the host may have launched it beside.
         before = self._before[1] if self._before and self._before[0] == width else None
-        self._pending.append(_Step(width, self._load, nodes, masses, ended, before))
+        self._pending.append(_Step(width, self._load, sent, ended, before))
         self._before = width, ended
 
     def interrupt(self) -> None:
@@ -147,8 +144,8 @@ class AdaptiveWidth:
         step.ended.wait()
         if step.before is not None:
             self._timed.append((step.width, *step.load, step.ended.since(step.before)))
-        if step.nodes is not None:
-            self.policy.observe(step.width, *step.outcome())
+        if step.drafted is not None:
+            self.policy.observe(step.width, *outcome(*step.drafted))
         group = get_parallel().tp_group
         if len(self._timed) >= (TOLD_STEPS if group.world_size > 1 else 1):
             if group.world_size > 1:
