@@ -224,6 +224,6 @@ def _key(batch_size: int, context_tokens: int) -> tuple[int, int]:
 
 
 def offered_widths(block_size: int, widest: int) -> list[int]:
-    """No speculation, the draft block, then doubling budgets up to the widest tree: few, as each is captured and tried."""
+    """No speculation, the draft block, then doubling budgets up to the widest: few, as each is captured and tried."""
     budgets = [8, 16, 32, 64, 128, 256, 512]
     return sorted({1, block_size, widest, *(b + 1 for b in budgets if 2 * block_size <= b < widest - 1)})
