@@ -323,7 +323,7 @@ def compaction(layers: int = 61, slots: int = 262_144, rounds: int = 4) -> dict:
 
 def compact_to_the_end(world: World, pool: Pool, budget_units: int) -> list[dict[str, float]]:
     """Passes until none gains anything: milliseconds of each part on the host, of moving on the device, and bytes."""
-    from sglang_sm120.kvdefrag import compactor, serving
+    from sglang_sm120.kvdefrag import compactor, planner, serving
 
     passes: list[dict[str, float]] = []
     while len(passes) < 40:
@@ -331,7 +331,7 @@ def compact_to_the_end(world: World, pool: Pool, budget_units: int) -> list[dict
         marks = [_now()]
         survey = world.survey()
         marks.append(time.perf_counter())
-        moves = compactor.plan(survey, serving.WINDOW_UNITS, budget_units)
+        moves = planner.plan(survey, serving.WINDOW_UNITS, budget_units)
         marks.append(time.perf_counter())
         if moves is None:
             break
@@ -355,13 +355,13 @@ def compact_to_the_end(world: World, pool: Pool, budget_units: int) -> list[dict
 
 def mix_up(world: World, window: int = 1_000) -> None:
     """Shuffle the slots within windows, as decoding side by side does, for all who hold them; KV stays as it is."""
-    from sglang_sm120.kvdefrag import compactor
+    from sglang_sm120.kvdefrag import compactor, planner
 
     survey = world.survey()
     new_slot = torch.arange(len(survey.owner), device=survey.owner.device)
     mixed = new_slot[1 : 1 + world.size // window * window].view(-1, window)
     mixed.copy_(mixed.gather(1, torch.rand(mixed.shape, device=mixed.device).argsort(dim=1)))
-    compactor.commit(survey, compactor.Plan([], new_slot, 0, 0), [])
+    compactor.commit(survey, planner.Plan([], new_slot, 0, 0, 0), [])
 
 
 def steps(

@@ -263,10 +263,10 @@ class World:
 
     def compact(self, window: int, budget_units: int, at_stage: Callable[[str], None] = lambda _: None) -> int:
         """One pass of compaction over both pools; the gaps it closed."""
-        from sglang_sm120.kvdefrag import compactor
+        from sglang_sm120.kvdefrag import compactor, planner
 
         survey = self.survey()
-        moves = compactor.plan(survey, window, budget_units)
+        moves = planner.plan(survey, window, budget_units)
         if moves is None:
             return 0
         pools = [compactor.Pool(pool.kv_buffer, self.page_size) for pool in self.pools if self.with_kv]

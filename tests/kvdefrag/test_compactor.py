@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_sm120.kvdefrag import compactor
+from sglang_sm120.kvdefrag import compactor, planner
 
 from tests.kvdefrag import schedules
 from tools.churn import World
@@ -135,16 +135,15 @@ def test_a_fault_at_any_stage_rolls_back(page, extent, block, device):
 @DEVICES
 @POOLS
 def test_chunks_that_touch_each_other_are_carried_out_and_undone_in_order(page, extent, device):
-    """Three permutations of the same units, one after the other, which no plan happens to have in a small pool."""
+    """A random permutation of a whole pool: long cycles, cut into lists that a second chunk joins."""
     world = new_world(page, extent, 0, 1, device)
     schedules.run(world, 25, lambda _: None)
     survey = world.survey()
-    layout = compactor.Layout(survey)
-    for seed in range(3):
-        order = torch.randperm(layout.units, generator=torch.Generator().manual_seed(seed)).to(device)
-        units = torch.arange(1, layout.units + 1, device=device)
-        layout.add(units[order], units, 0, 0)
-    moves = compactor.Plan(layout.chunks, layout.at, 0, 0)
+    units = len(survey.owner) - 1
+    order = torch.randperm(units, generator=torch.Generator().manual_seed(0)).to(device)
+    new_unit = torch.cat([order.new_zeros(1), 1 + order])
+    moves = planner.Plan(planner.in_lists(new_unit, WINDOW), new_unit, 0, 0, 0)
+    assert len(moves.chunks) == 2
     pools = [compactor.Pool(pool.kv_buffer, page) for pool in world.pools]
     before, kv = state(world), schedules.kv_digests(world)
 
@@ -162,16 +161,19 @@ def test_chunks_that_touch_each_other_are_carried_out_and_undone_in_order(page, 
 
 @POOLS
 def test_the_plan_says_how_much_it_moves_and_gains(page, extent):
+    gathered = 0
     for seed in range(10):
         world = new_world(page, extent, 0, seed)
         schedules.run(world, 25, lambda _: None)
-        moves = compactor.plan(world.survey(), WINDOW, 3 * WINDOW)
-        if moves and len(moves.chunks) == 1:
+        moves = planner.plan(world.survey(), WINDOW, 3 * WINDOW)
+        if moves:
+            gathered += moves.pieces
             stays = moves.new_unit == torch.arange(len(moves.new_unit))
-            assert moves.units_moved == (~stays).sum() == (moves.chunks[0][1] >= 0).sum()
+            assert moves.units_moved == (~stays).sum() <= 3 * WINDOW
             before = gaps(world)
             compactor.commit(world.survey(), moves, [])
             assert abs(before - gaps(world) - moves.gaps_closed) <= 2 * 3, "but for the ends of 3 windows"
+    assert gathered or page > 1
 
 
 def gaps(world: World) -> int:
@@ -195,7 +197,7 @@ def test_the_plan_depends_on_ids_only():
         schedules.run(world, 25, lambda _: None)
         for _, buffer in world.buffers():
             buffer.fill_(kv)
-        plans.append(compactor.plan(world.survey(), WINDOW, 3 * WINDOW))
+        plans.append(planner.plan(world.survey(), WINDOW, 3 * WINDOW))
     assert len(plans[0].chunks) == len(plans[1].chunks) > 0 and torch.equal(plans[0].new_unit, plans[1].new_unit)
 
 

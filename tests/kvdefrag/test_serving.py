@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang_sm120.kvdefrag import compactor, serving
+from sglang_sm120.kvdefrag import compactor, planner, serving
 from sglang_sm120.kvdefrag.settings import Settings, When
 
 from tests.kvdefrag import schedules
@@ -110,7 +110,7 @@ def test_idle_compacts_to_the_end_and_then_rests(monkeypatch):
     for _ in range(20):
         idle.when_idle()
     passes = idle.report()["passes"]
-    assert passes >= 1 and compactor.plan(world.survey(), serving.WINDOW_UNITS, 1 << 20) is None
+    assert passes >= 1 and planner.plan(world.survey(), serving.WINDOW_UNITS, 1 << 20) is None
     surveys = []
     monkeypatch.setattr(compactor.Survey, "take", surveys.append)
     for _ in range(3):  # as the event loop does while there is no batch

@@ -2,13 +2,11 @@
 
 ```
 survey     who owns which unit, in token order                rows, tree values --> owner, position of each unit
-plan       sort windows of the pool by (owner, position),     permutations of places: no free space is needed, and
-           then gather the pieces that are still scattered    free units end up together as well
+plan       which units change places (`planner.py`)           permutations of places: no free space is needed
 commit     move the KV, then rows, tree values, free list     a fault at any stage undoes what was done before it
 ```
-A unit is a page of the allocator (a slot where the page size is 1). The plan depends on ids only, so every rank of a
-tensor parallel group that has the same tables makes the same plan. All of it runs where the tables are; a few small
-results reach the host. It may only run at a safe point: no forward in flight, no id held outside `Holders`.
+A unit is a page of the allocator (a slot where the page size is 1). Survey and commit run where the tables are; a few
+small results reach the host. It may only run at a safe point: no forward in flight, no id held outside `Holders`.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ from sglang_sm120.kvdefrag.extents import ExtentAllocator, longest_first
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ReqKvInfo
 
-# Moving is worth it if it closes at least one gap for this many units.
-UNITS_PER_GAP = 64
-# Each gathered piece is planned on its own, which takes longer than to move it.
-GATHERS_A_PASS = 8
+    from sglang_sm120.kvdefrag.planner import Plan
+
 FULL = 0  # upstream's ComponentType.FULL: the index of a node's KV slots
 
 
@@ -141,140 +137,6 @@ class Survey:
                 f"KV census: {held} units held ({used_twice} twice), {len(free)} free ({free_and_used} of them held), "
                 f"{units} in the pool; some holder of KV ids is not accounted for, so nothing was moved."
             )
-
-
-@dataclass
-class Plan:
-    """Permutations of units, one after the other: in each, what lies at `src[i]` goes to `dst[i]`.
-
-    One is `[n]` int64, or `[m, n]` where each row is a permutation of places that no other row touches; -1 in both
-    where a unit stays.
-    """
-
-    chunks: list[tuple[torch.Tensor, torch.Tensor]]
-    new_unit: torch.Tensor
-    """`[units + 1]` int64: where each unit's content is in the end."""
-    units_moved: int
-    gaps_closed: int
-
-    def moved(self, by_unit: torch.Tensor) -> torch.Tensor:
-        """What was said of each unit, `[units + 1]`, said of where its content is in the end."""
-        after = torch.empty_like(by_unit)
-        after[self.new_unit] = by_unit
-        return after
-
-
-def plan(survey: Survey, window: int, budget_units: int, units_per_gap: int = UNITS_PER_GAP) -> Plan | None:
-    """Sorted windows, those that close the most gaps, or else gathered segments; None if nothing pays.
-
-    Args:
-        survey: the pool.
-        window: units of a window, and of a piece that is gathered; a chunk moves up to twice that.
-        budget_units: units that may be moved, rounded up to one window or piece.
-        units_per_gap: a chunk pays if it closes one gap, or more, for so many units that it moves.
-    """
-    layout = Layout(survey)
-    _sort_windows(layout, min(window, layout.units), budget_units, units_per_gap)
-    if not layout.chunks:
-        _gather_segments(layout, min(window, layout.units), budget_units, units_per_gap)
-    return Plan(layout.chunks, layout.at, layout.units_moved, layout.gaps_closed) if layout.chunks else None
-
-
-class Layout:
-    """The pool as it will be once the chunks so far are moved."""
-
-    def __init__(self, survey: Survey) -> None:
-        self.survey = survey
-        self.units = len(survey.owner) - 1
-        self.free_key = len(survey.lengths) * (self.units + 1)
-        self.key = survey.owner * (self.units + 1) + survey.position
-        """`[units + 1]` int64: grows by one from a unit to the one that follows it in its segment"""
-        self.at = torch.arange(self.units + 1, device=self.key.device)
-        """`[units + 1]` int64: where the unit of the survey is now"""
-        self.chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.units_moved = self.gaps_closed = 0
-
-    def gaps(self, key: torch.Tensor) -> torch.Tensor:
-        """Bool, one shorter than `key [..., n]`: whether a run ends there, but for places between two free units."""
-        left, right = key[..., :-1], key[..., 1:]
-        return (right != left + 1) & ~((left >= self.free_key) & (right >= self.free_key))
-
-    def permuted(self, src: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
-        """The key after a chunk."""
-        key = self.key.clone()
-        key[dst] = self.key[src]
-        return key
-
-    def add(self, src: torch.Tensor, dst: torch.Tensor, units_moved: int, gaps_closed: int) -> None:
-        """Take a chunk into the plan."""
-        self.key = self.permuted(src, dst)
-        moved = torch.arange(self.units + 1, device=self.key.device)
-        moved[src] = dst
-        self.at = moved[self.at]
-        stays = src == dst
-        self.chunks.append((src.masked_fill(stays, -1), dst.masked_fill(stays, -1)))
-        self.units_moved += units_moved
-        self.gaps_closed += gaps_closed
-
-
-def _sort_windows(layout: Layout, window: int, budget_units: int, units_per_gap: int) -> None:
-    """Sort the units inside the windows that gain most. Cures what decoding side by side has mixed up nearby."""
-    count = layout.units // window
-    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    for offset in {1, 1 + layout.units - count * window}:  # from either end: seams fall at different places
-        ids = torch.arange(offset, offset + count * window, device=layout.key.device).view(count, window)
-        keys, order = layout.key[ids].sort(dim=1)
-        gain = layout.gaps(layout.key[ids]).sum(1) - layout.gaps(keys).sum(1)
-        if best is None or gain.max() > best[0].max():
-            best = gain, ids, order
-    assert best is not None
-    gain, ids, order = best
-    chosen = gain.argsort(descending=True, stable=True)[: max(budget_units // window, 1)]
-    dst, src = ids[chosen], ids[chosen].gather(1, order[chosen])
-    worth_it = [
-        (moved, gaps)
-        for moved, gaps in torch.stack([(src != dst).sum(1), gain[chosen]], 1).tolist()
-        if gaps > 0 and gaps * units_per_gap >= window
-    ]
-    if worth_it:
-        count = len(worth_it)
-        layout.add(src[:count], dst[:count], sum(moved for moved, _ in worth_it), sum(gaps for _, gaps in worth_it))
-
-
-def _gather_segments(layout: Layout, window: int, budget_units: int, units_per_gap: int) -> None:
-    """Bring a scattered piece of a segment to one place; what lies there goes, in order, where the piece was."""
-    segments = layout.survey.held.split(layout.survey.lengths)
-    pieces = [piece for segment in segments for piece in segment.split(window) if len(piece) > 1]
-    if not pieces:
-        return
-    runs = census.run_counts(pieces, layout.key.device)
-    most = min(max(budget_units // (2 * window), 1), GATHERS_A_PASS)
-    for index in runs.argsort(descending=True, stable=True)[:most].tolist():
-        piece = layout.at[pieces[index]]
-        src, dst = _exchange(layout, piece)
-        gained = layout.gaps(layout.key).sum() - layout.gaps(layout.permuted(src, dst)).sum()
-        moved, gaps = torch.stack([(src != dst).sum(), gained]).tolist()
-        if gaps > 0 and gaps * units_per_gap >= len(src):
-            layout.add(src, dst, moved, gaps)
-
-
-def _exchange(layout: Layout, piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move `piece [n]` to the `n` places where least is torn apart: its own, free ones, ends of runs."""
-    device = layout.key.device
-    cheap = torch.zeros(layout.units + 1, dtype=torch.int64, device=device)
-    cheap[1:-1] = layout.gaps(layout.key[1:])
-    cheap[layout.key >= layout.free_key] = 1
-    cheap[piece] = 1
-    before = torch.nn.functional.pad(cheap.cumsum(0), (1, 0))
-    start = (before[1 + len(piece) :] - before[1 : -len(piece)]).argmax() + 1
-    target = start + torch.arange(len(piece), device=device)
-    involved = torch.zeros(layout.units + 1, dtype=torch.bool, device=device)
-    involved[target] = involved[piece] = True
-    others = involved.index_fill(0, piece, False).nonzero().view(-1)
-    vacated = involved.index_fill(0, target, False).nonzero().view(-1)
-    src = torch.cat([piece, others[layout.key[others].argsort()]])
-    dst = torch.cat([target, vacated])
-    return src, dst
 
 
 Launch = Callable[[torch.Tensor, torch.Tensor], None]
