@@ -254,6 +254,7 @@ def fastpath(repeats: int = 5) -> dict:
 def move(layers: int = 61, slots: int = 73_728) -> dict:
     """Bandwidth of the move that compaction launches, by window, against a plain copy on the device."""
     from sglang_sm120 import ops
+    from sglang_sm120.kvdefrag import serving
 
     buffers = [torch.randn(slots, HEAD_DIM, device="cuda").bfloat16() for _ in range(layers)]
     pointers = torch.tensor([buffer.data_ptr() for buffer in buffers], device="cuda")
@@ -271,7 +272,14 @@ def move(layers: int = 61, slots: int = 73_728) -> dict:
         case = {"window_units": window, "ms": ms, "gb_per_s": moved_bytes / ms / 1e6, "of_copy_rate": copy_ms / ms}
         cases.append(case)
         print(json.dumps(case), flush=True)
-    return {"layers": layers, "slots": slots, "copy_gb_per_s": moved_bytes / copy_ms / 1e6, "cases": cases}
+    # A pass that gathers moves lists whose slots lie anywhere.
+    src = torch.randperm(slots, device="cuda").view(-1, serving.WINDOW_UNITS)
+    dst = src.roll(1, dims=1)
+    ms = median_ms(partial(ops.move_kv, pointers, row_bytes, src, dst))
+    anywhere = {"list_units": serving.WINDOW_UNITS, "ms": ms, "of_copy_rate": copy_ms / ms}
+    print(json.dumps(anywhere), flush=True)
+    copy = {"copy_gb_per_s": moved_bytes / copy_ms / 1e6}
+    return {"layers": layers, "slots": slots} | copy | {"cases": cases, "anywhere": anywhere}
 
 
 def compaction(layers: int = 61, slots: int = 262_144, rounds: int = 4) -> dict:
@@ -348,7 +356,9 @@ def compact_to_the_end(world: World, pool: Pool, budget_units: int) -> list[dict
             "wall_ms": (marks[4] - marks[0]) * 1000,
             "units": moves.units_moved,
             "bytes": 2 * moves.units_moved * pool.unit_bytes,
-            "gathers": len(moves.chunks) > 1,
+            "gathers": moves.pieces > 1,
+            "pieces": moves.pieces,
+            "launches": len(moves.chunks),
         })  # fmt: skip
     return passes
 

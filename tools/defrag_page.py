@@ -135,17 +135,21 @@ def _move(part: Part) -> list[str]:
         for case in part["cases"]
     ]
     text = f"{part['layers']} layers, {part['slots']:,} slots; a copy on the device: {part['copy_gb_per_s']:,.0f} GB/s."
+    if "anywhere" in part:
+        text += f" Lists of slots that lie anywhere: {part['anywhere']['of_copy_rate']:.0%} of it."
     return ["", text, *_table("slots of a window | ms | GB/s | of the copy", rows)]
 
 
 def _compaction(part: Part) -> list[str]:
     passes, median, rate = part["all"], part["median"], part["of_copy_rate"]
+    first = part["first_round"]
+    *_, first_rate = _moved(first, first, part["copy_gb_per_s"])
     filled = BUDGET_FILLED * part["budget_units"]
     groups = {
         f"at least {BUDGET_FILLED:.0%} of the budget": [p for p in passes if p["units"] >= filled],
         "fewer": [p for p in passes if p["units"] < filled],
-        "by one launch: sorted windows, or one gathered piece": [p for p in passes if not p["gathers"]],
-        "by several launches: gathered pieces": [p for p in passes if p["gathers"]],
+        "that sort windows, or gather one piece": [p for p in passes if not p["gathers"]],
+        "that gather several": [p for p in passes if p["gathers"]],
         "all": passes,
     }
     spans = {
@@ -163,7 +167,8 @@ def _compaction(part: Part) -> list[str]:
         f"{part['budget_units']:,} units each.",
         f"Survey {median['survey_ms']:.1f} ms, plan {median['plan_ms']:.1f} ms. Bytes are those read and written;",
         f"a copy on the device: {part['copy_gb_per_s']:,.0f} GB/s.",
-        f"What upstream's allocator left after churn: {_gain(part)}.",
+        f"What upstream's allocator left after churn: {_gain(part)},",
+        f"in {len(first)} passes, the move at {first_rate} of the copy.",
         *_table(
             "passes that moved | number | of all bytes | the move, GB/s | of the copy",
             [[name, *_moved(group, passes, part["copy_gb_per_s"])] for name, group in groups.items() if group],
