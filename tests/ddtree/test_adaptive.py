@@ -105,7 +105,7 @@ def against_the_best(monkeypatch):
     return run
 
 
-# Of a step at 1,024 tokens on an H200, at 32,768, where verifying is dear, and of a small model, where the host is slow.
+# As at 1,024 tokens on an H200, at 32,768, where verifying is dear, and of a small model, where the host is slow.
 LIGHT = {1: 2.8, 8: 3.3, 17: 3.9, 33: 4.6}
 HEAVY = {1: 4.5, 8: 10.0, 17: 15.0, 33: 22.0}
 TINY = {1: 0.6, 8: 0.7, 17: 0.8, 33: 1.0}
