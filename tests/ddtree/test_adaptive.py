@@ -213,9 +213,8 @@ def test_a_step_is_timed_after_another_of_its_width(heard):
     steps, _ = heard
     told = steps(1, 1, 8, 8, None, 8, 8, 1, 1, 1, 1, 1)
     times = [what[1:] for what in told if what[0] == "time"]
-    assert times == [(1, 2, 11, pytest.approx(0.01)), *[(8, 2, 11, pytest.approx(0.01))] * 2] + [
-        (1, 2, 11, pytest.approx(0.01))
-    ]
+    assert [width for width, *_ in times] == [1, 8, 8, 1], "the last are not over yet"
+    assert all(tuple(what) == (2, 11, pytest.approx(0.01)) for _, *what in times)
 
 
 def test_a_probe_is_heard_of_though_no_draft_follows(heard):

@@ -23,7 +23,7 @@ import numpy as np
 BELIEF_REQUESTS, TREE_REQUESTS = 512, 128
 # The most that one step says about the trees of the next ones.
 MAX_STEP_WEIGHT = 0.25
-# Halvings of probability told apart, and how many expected hits the first guess for one weighs.
+# Halvings of probability told apart, and how many hits the first guess for one weighs.
 HALVINGS, GUESS_HITS = 12, 1.0
 # So many requests are verified at the widest before anything is chosen.
 FIRST_REQUESTS = 64
@@ -119,7 +119,7 @@ class Belief:
         """Expected acceptance of nodes of any shape."""
         ratios, ratio = np.empty(HALVINGS), 1.0
         for at in range(HALVINGS):
-            ratio = (self._hits[at] + GUESS_HITS * ratio) / (self._said[at] + GUESS_HITS)
+            ratio = (self._hits[at] + GUESS_HITS) / (self._said[at] + GUESS_HITS / ratio)
             ratios[at] = ratio
         return np.minimum(1.0, probabilities * ratios[_halving(probabilities)])
 
@@ -196,7 +196,10 @@ class WidthPolicy:
         pace.learn(self.widths.index(width), float(np.log(max(seconds, 1e-9) / measured)))
 
     def _pace(self, batch_size: int, context_tokens: int) -> Pace:
-        return self._paces.setdefault(_key(batch_size, context_tokens), self._latest.elsewhere())
+        key = _key(batch_size, context_tokens)
+        if key not in self._paces:
+            self._paces[key] = self._latest.elsewhere()
+        return self._paces[key]
 
     def pass_over(self, batch_size: int) -> None:
         """Note a step of `batch_size` requests that drafted nothing: what is known of the trees gets older."""
