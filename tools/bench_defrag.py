@@ -149,12 +149,12 @@ def draw_map(device: str, picture: Path) -> dict[str, float]:
     from sglang_sm120.kvdefrag import kv_map, serving
 
     world = churned(device, 65_536)
-    before, maps, passes = world.survey_runs(), [world.owners()], 0
+    before, maps, passes = world.survey_runs(), {"before": world.owners()}, 0
     while world.compact(serving.WINDOW_UNITS, 4 * serving.WINDOW_UNITS):
         passes += 1
     after = world.survey_runs()
     picture.parent.mkdir(parents=True, exist_ok=True)
-    kv_map.draw([*maps, world.owners()]).save(picture)
+    kv_map.draw(maps | {"after": world.owners()}).save(picture)
     result: dict[str, float] = {"passes": passes, "units_a_pass": 4 * serving.WINDOW_UNITS}
     for name, runs in (("before", before), ("after", after)):
         result |= {f"mean_run_length_{name}": runs.mean_length, f"contiguity_{name}": runs.contiguity}

@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator
 
@@ -16,17 +17,24 @@ from sglang_sm120.kvdefrag import kv_map
 
 
 def doctor(url: str | None, api_key: str | None = None) -> int:
-    """Print the facts that decide what runs; return 0 when a GPU can serve, 1 when only the CPU can, 2 on a defect."""
+    """Print the facts that decide what runs. Exit code: 0 a GPU can serve, 1 only the CPU can, 2 something is wrong."""
     for name, value in _facts():
-        print(f"{name:<18}{value}")
+        _print_fact(name, value)
     if url and not _print_server(url, api_key):
         return 2
     problems = list(_problems())
     for problem in problems:
-        print(f"problem           {problem}")
+        _print_fact("problem", problem)
     if problems:
         return 2
-    return 0 if ops.available() else 1
+    if not ops.available():
+        _print_fact("exit code 1", "no GPU: only the CPU can serve")
+        return 1
+    return 0
+
+
+def _print_fact(name: str, value: str) -> None:
+    print(f"{name:<22}{value}")
 
 
 def _facts() -> Iterator[tuple[str, str]]:
@@ -87,14 +95,19 @@ def _print_server(url: str, api_key: str | None) -> bool:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return False
+    hooks = facts.pop("hooks").split(", ")
     for name, value in facts.items():
-        print(f"server {name:<18}{value}")
+        _print_fact(f"server {name}", value)
+    for hook in hooks:
+        _print_fact("server hook", hook)
     return True
 
 
 def main() -> None:
     """Entry point of the console script."""
     parser = argparse.ArgumentParser(prog="sglang-sm120", description=__doc__)
+    version = f"sglang {importlib.metadata.version('sglang')}"
+    parser.add_argument("--version", action="version", version=version)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser(
         "doctor", help="GPU, kernels, patches, and what a running server chose", description=doctor.__doc__
@@ -110,7 +123,13 @@ def main() -> None:
     moe_balance.add_arguments(verb)
     verb.set_defaults(run=moe_balance.main)
     args = parser.parse_args()
-    sys.exit(args.run(args))
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output, `head` say, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail once more
+        code = 1
+    sys.exit(code)
 
 
 if __name__ == "__main__":

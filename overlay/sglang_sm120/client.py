@@ -10,12 +10,21 @@ import urllib.request
 from typing import Any
 
 TIMEOUT_S = 120
+_KEY = "; give --api-key the server's admin key"
+_HINTS = {401: _KEY, 403: _KEY, 404: "; is that an SGLang server?"}
 
 
 def add_arguments(parser: argparse._ActionsContainer, default_url: str | None = "http://127.0.0.1:30000") -> None:
     """Which server to ask, and with which key."""
-    parser.add_argument("--url", default=default_url, help="the running server, e.g. http://127.0.0.1:30000")
+    url = f" (default {default_url})" if default_url else ""
+    parser.add_argument("--url", type=_url, default=default_url, help=f"the address that the server printed{url}")
     parser.add_argument("--api-key", help="its admin key, if it has one")
+
+
+def _url(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: give the address that the server printed")
+    return text if "://" in text else f"http://{text}"
 
 
 def ask(url: str, endpoint: str, api_key: str | None) -> str:
@@ -26,7 +35,7 @@ def ask(url: str, endpoint: str, api_key: str | None) -> str:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return answer.read().decode()
     except urllib.error.HTTPError as error:
-        hint = "; give --api-key the server's admin key" if error.code in (401, 403) else ""
+        hint = _HINTS.get(error.code, "")
         raise RuntimeError(f"{url}: /{endpoint} answered {error.code}{hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)

@@ -94,16 +94,29 @@ def test_the_picture_shows_the_pool_before_and_after(tmp_path, capsys):
     maps.append(world.owners())
     assert sorted(maps[0]) == sorted(maps[1]) and maps[0] != maps[1]
     state = {"map_before": maps[0], "map_after": maps[1], "passes": 1, "mean_run_length": 2.0, "contiguity": 0.5}
+    picture = tmp_path / "new" / "kv.png"
     with answering(json.dumps({"internal_states": [{"sm120_kv": state}]})) as url:
-        picture = tmp_path / "kv.png"
         kv_map.run(argparse.Namespace(url=url, out=picture, api_key="secret"))
-        said = capsys.readouterr().out
-        kv_map.run(argparse.Namespace(url=f"{url}/", out=picture, api_key="secret"))
+    said = capsys.readouterr().out
     assert f"{picture}: the pool before (above) and after" in said and "mean run 2.0 units" in said
     image = Image.open(picture).convert("RGB")
     pixel = kv_map.CELL_PIXELS
-    for at, owner in enumerate(maps[0][: kv_map.CELLS_PER_LINE]):
-        assert image.getpixel((at * pixel, 0)) == kv_map.colour(owner)
+    lines = -(-len(maps[0]) // kv_map.CELLS_PER_LINE)
+    assert image.height == 3 * kv_map.TITLE_PIXELS + 2 * lines * pixel
+    for cells, top in zip(maps, (kv_map.TITLE_PIXELS, 2 * kv_map.TITLE_PIXELS + lines * pixel), strict=True):
+        for at, owner in enumerate(cells):
+            line, column = divmod(at, kv_map.CELLS_PER_LINE)
+            assert image.getpixel((column * pixel, top + line * pixel)) == kv_map.colour(owner)
+
+
+def test_the_picture_of_a_pool_in_which_nothing_moved_is_drawn_once(tmp_path, capsys):
+    from PIL import Image
+
+    state = {"map_before": [0, -1], "map_after": [0, -1], "passes": 0, "mean_run_length": None}
+    with answering(json.dumps({"internal_states": [{"sm120_kv": state}]})) as url:
+        kv_map.run(argparse.Namespace(url=url, out=tmp_path / "kv.png", api_key=None))
+    assert "nothing had to be moved" in capsys.readouterr().out
+    assert Image.open(tmp_path / "kv.png").height == 2 * kv_map.TITLE_PIXELS + kv_map.CELL_PIXELS
 
 
 @pytest.mark.parametrize(("state", "says"), [({}, "runs without compaction"), ({"sm120_kv": {"map_after": []}}, "yet")])

@@ -1,6 +1,6 @@
 """`sglang-sm120 kv-map`: a picture of the KV pool, one colour per owner, before and after the last compaction.
 
-Where nothing has been worth moving so far, both are the pool as the last look at it found it.
+Where nothing has been worth moving so far, it is the pool as the last look at it found it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import colorsys
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 CELLS = 4096
 CELLS_PER_LINE = 128
 CELL_PIXELS = 6
+TITLE_PIXELS = 18
+LEGEND = "Places of the pool, from left to right and down. Light grey: free. A colour: one request or cached prefix."
 FREE = -1
 FREE_COLOUR = (235, 235, 235)
+WHITE = (255, 255, 255)
 
 
 def owners(owner: torch.Tensor, segments: int) -> torch.Tensor:
@@ -44,25 +48,30 @@ def colour(owner: int) -> tuple[int, int, int]:
     return round(red * 255), round(green * 255), round(blue * 255)
 
 
-def draw(maps: list[list[int]]) -> Image:
-    """The maps under each other, each a block of lines read from left to right."""
-    from PIL import Image
+def draw(maps: Mapping[str, list[int]]) -> Image:
+    """The maps under each other by title, each a block of lines read from left to right, and what the colours mean."""
+    from PIL import Image, ImageDraw
 
-    gap = 2
-    heights = [-(-len(cells) // CELLS_PER_LINE) for cells in maps]
-    image = Image.new("RGB", (CELLS_PER_LINE, sum(heights) + gap * (len(maps) - 1)), (255, 255, 255))
-    top = 0
-    for cells, height in zip(maps, heights, strict=True):
-        for at, owner in enumerate(cells):
-            image.putpixel((at % CELLS_PER_LINE, top + at // CELLS_PER_LINE), colour(owner))
-        top += height + gap
-    return image.resize((image.width * CELL_PIXELS, image.height * CELL_PIXELS), Image.Resampling.NEAREST)
+    width = CELLS_PER_LINE * CELL_PIXELS
+    heights = [-(-len(cells) // CELLS_PER_LINE) * CELL_PIXELS for cells in maps.values()]
+    image = Image.new("RGB", (width, sum(heights) + (len(maps) + 1) * TITLE_PIXELS), WHITE)
+    pen, top = ImageDraw.Draw(image), 0
+    for (title, cells), height in zip(maps.items(), heights, strict=True):
+        pen.text((2, top), title, "black", font_size=13)
+        block = Image.new("RGB", (CELLS_PER_LINE, height // CELL_PIXELS), WHITE)
+        block.putdata([colour(owner) for owner in cells] + [WHITE] * (-len(cells) % CELLS_PER_LINE))
+        image.paste(block.resize((width, height), Image.Resampling.NEAREST), (0, top + TITLE_PIXELS))
+        top += TITLE_PIXELS + height
+    pen.text((2, top), LEGEND, "black", font_size=13)
+    return image
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kv-map`."""
     client.add_arguments(parser)
-    parser.add_argument("--out", type=Path, default=Path("kv-map.png"), help="the picture to write")
+    parser.add_argument(
+        "--out", type=Path, default=Path("kv-map.png"), help="the picture to write (default kv-map.png)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -88,10 +97,14 @@ def run(arguments: argparse.Namespace) -> None:
             "nothing has looked at the pool yet; POST /set_internal_state "
             '{"server_args": {"sm120_kv_compact": 1}} and serve or wait a moment'
         )
-    draw([state["map_before"], state["map_after"]]).save(arguments.out)
     if state["passes"]:
-        print(f"{arguments.out}: the pool before (above) and after the last passes")
+        maps = {"before the last passes": state["map_before"], "after them": state["map_after"]}
+        said = "the pool before (above) and after the last passes"
     else:
-        print(f"{arguments.out}: the pool as it is, twice: nothing had to be moved so far")
+        maps = {"as it is": state["map_after"]}
+        said = "the pool as it is: nothing had to be moved so far"
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(maps).save(arguments.out)
+    print(f"{arguments.out}: {said}")
     if state["mean_run_length"]:
         print(f"running requests: mean run {state['mean_run_length']:.1f} units, contiguity {state['contiguity']:.3f}")

@@ -27,11 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--redundant", type=int, nargs="+", help="redundant experts to try (default: 0, 1 and 4 a rank)"
     )
     layout.add_argument("--model", type=Path, help="folder of the model's config.json, for milliseconds")
-    layout.add_argument("--weight-bytes", type=float, default=2, help="bytes a weight: 2 bf16, 1 fp8, 0.5 int4")
-    layout.add_argument("--read-gbps", type=float, default=1600, help="memory bandwidth (default: RTX PRO 6000)")
-    layout.add_argument("--tflops", type=float, default=400, help="matmul rate of the experts (default: RTX PRO 6000)")
+    layout.add_argument(
+        "--weight-bytes", type=float, default=2, help="bytes a weight: 2 bf16 (default), 1 fp8, 0.5 int4"
+    )
+    layout.add_argument("--read-gbps", type=float, default=1600, help="memory bandwidth (default 1600: RTX PRO 6000)")
+    layout.add_argument(
+        "--tflops", type=float, default=400, help="matmul rate of the experts (default 400: RTX PRO 6000)"
+    )
     layout.add_argument("--tile", type=int, default=64, help="tokens a tile of the grouped GEMM (default 64)")
-    parser.add_argument("--out", type=Path, default=Path("moe-balance"), help="writes OUT.json and OUT.png")
+    parser.add_argument(
+        "--out", type=Path, default=Path("moe-balance"), help="writes OUT.json and OUT.png (default moe-balance)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

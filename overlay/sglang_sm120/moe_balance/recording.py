@@ -40,8 +40,7 @@ def read(path: Path, copies: int) -> Load:
     try:
         dump = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises what its unpickler meets
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"--record {path}: not a dump of the expert-distribution recorder ({reason})") from error
+        raise ValueError(f"--record {path}: not a dump of the expert-distribution recorder") from error
     if not isinstance(dump, dict) or "logical_count" not in dump:
         raise ValueError(f"--record {path}: no logical_count; record with --expert-distribution-recorder-mode stat")
     counts = dump["logical_count"].long()
@@ -95,11 +94,13 @@ class RecordingServer:
     def record(self, seconds: float) -> Path:
         """Record for so long what the server serves anyway; the file it wrote."""
         before = set(self._dump_dir.glob(PATTERN))
+        print(f"recording for {seconds:g} s", flush=True)
         self._ask("start_expert_distribution_record")
         try:
             time.sleep(seconds)
         finally:
             self._ask("stop_expert_distribution_record")
+        print("the server writes its record", flush=True)
         self._ask("dump_expert_distribution_record")
         written = set(self._dump_dir.glob(PATTERN)) - before
         if not written:

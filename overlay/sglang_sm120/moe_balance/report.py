@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 WIDTH_PIXELS = 1024
-LAYER_PIXELS = 10
+LAYER_PIXELS = 14
 MARGIN_PIXELS = 56
 LEGEND_PIXELS = 18
 HOTTEST = 4.0  # times the layer's mean; hotter looks the same
@@ -103,7 +103,7 @@ def text(found: dict[str, Any]) -> str:
 
 def _line(name: str, step: dict[str, float]) -> str:
     line = f"  {name:<40}{step['over_even']:6.3f}x"
-    return line + (f"{step['ms_a_step']:9.3f} ms, {step['lost_ms']:+.3f} of it lost" if "ms_a_step" in step else "")
+    return line + (f"{step['ms_a_step']:9.3f} ms, {step['lost_ms']:+z.3f} of it lost" if "ms_a_step" in step else "")
 
 
 def draw(load: Load) -> Image:
@@ -123,7 +123,7 @@ def draw(load: Load) -> Image:
     pen = ImageDraw.Draw(image)
     legend = f"tokens of an expert over the layer's mean: blue 0, white 1, red {HOTTEST:g} or more"
     pen.text((MARGIN_PIXELS, 1), legend, "black", font_size=13)
-    for line in range(0, heat.shape[0], 2):
-        pen.text((2, LEGEND_PIXELS - 2 + LAYER_PIXELS * line), f"layer {load.layers[line]}", "black", font_size=12)
+    for line in range(heat.shape[0]):
+        pen.text((2, LEGEND_PIXELS - 1 + LAYER_PIXELS * line), f"layer {load.layers[line]}", "black", font_size=12)
     pen.text((MARGIN_PIXELS, cells.height + LEGEND_PIXELS), f"experts 0 to {heat.shape[1] - 1}", "black", font_size=13)
     return image
