@@ -125,7 +125,7 @@ def learn(up: server.Server, encoded: list[str]) -> list[float]:
 
 
 def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
-    """Append one row: of each text the median over rounds that the modes take in turns, then the mean over the texts."""
+    """Append one row: of each text the median over rounds that the modes take in turns, of these the mean."""
     batches = range(0, max(TEXTS, batch_size), batch_size)
     encoded = [json.dumps(prompts(text, context, batch_size, at)) for at in batches]
     row: dict[str, Any] = {"ctx": context, "bs": batch_size}

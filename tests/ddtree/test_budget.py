@@ -120,7 +120,7 @@ def test_trials_stay_within_their_share(per_node, decay):
     policy, traffic = WidthPolicy(WIDTHS, costs(per_node)), Traffic(decay)
     traffic.serve(policy, 80)
     spent = lost = 0.0
-    for step in range(2000):
+    for _ in range(2000):
         tokens, seconds = policy.expected_tokens(), policy.expected_seconds(4, 1000)
         best = (tokens / seconds).argmax()
         at = WIDTHS.index(traffic.serve(policy, 1)[0])
