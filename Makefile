@@ -32,7 +32,7 @@ test-all: install ## the long server tests too (DDTREE and compaction under load
 check: setup ## check lock, patches, anchors, trailers, sizes and index
 	@$(PY) -m tools.fork check
 rebase: setup ## TO=... carry the patches to another upstream release
-	@$(PY) -m tools.fork rebase $(or $(TO),$(error set TO to a release: make rebase TO=0.5.23))
+	@$(PY) -m tools.fork rebase $(TO)
 drift: setup ## try the series on the newest release (or VERSION=...) and report, moving nothing
 	@$(PY) -m tools.fork drift $(VERSION)
 kernels: setup ## compile the CUDA kernels

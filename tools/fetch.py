@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from packaging.utils import parse_wheel_filename
-
 from tools.errors import ForkError, is_full_disk, say
 from tools.lock import Lock, LockedWheel
 from tools.project import DISTRIBUTION, Project
@@ -47,9 +45,10 @@ def fetch_release(project: Project, version: str, python_tag: str) -> LockedWhee
     return LockedWheel(python=python_tag, filename=path.name, sha256=file_sha256(path))
 
 
-def newest_version(project: Project, python_tag: str) -> str:
-    """The newest release the package index offers for one Python."""
-    return str(parse_wheel_filename(_keep(project, _download(project, None, python_tag)).name)[1])
+def releases(python_tag: str) -> list[str]:
+    """The releases the package index offers for one Python, newest first."""
+    text = _pip(python_tag, None, "index", "versions", DISTRIBUTION, stdout=subprocess.PIPE)
+    return text.partition("Available versions: ")[2].splitlines()[0].split(", ")
 
 
 def _verify(project: Project, path: Path, wheel: LockedWheel, what_to_do: str) -> None:
@@ -66,24 +65,29 @@ def _keep(project: Project, path: Path) -> Path:
     return path.replace(target)
 
 
-def _download(project: Project, version: str | None, python_tag: str) -> Path:
-    """Let pip, as the user configured it, download one wheel (the newest without `version`) into the scratch folder."""
-    say(f"fetch: sglang {version or '(newest)'} for {python_tag}")
+def _download(project: Project, version: str, python_tag: str) -> Path:
+    """Download one wheel into the scratch folder."""
+    say(f"fetch: sglang {version} for {python_tag}")
     folder = project.tmp / f"download-{python_tag}"
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--retries", "2"]
-    command += ["--only-binary", ":all:", "--implementation", "cp", "--abi", python_tag, "--dest", str(folder)]
-    command += ["--python-version", python_tag.removeprefix("cp")]
-    command += [word for platform in _PLATFORMS for word in ("--platform", platform)]
-    result = subprocess.run(
-        [*command, f"{DISTRIBUTION}=={version}" if version else DISTRIBUTION],
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if result.returncode != 0:
-        raise ForkError(_explain(result.stderr, version, python_tag))
+    _pip(python_tag, version, "download", f"{DISTRIBUTION}=={version}", "--no-deps", "--dest", str(folder))
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def _pip(python_tag: str, version: str | None, *words: str, stdout: int | None = None) -> str:
+    """Run pip, as the user configured it, on the wheels for one Python. Returns its output if `stdout` is a pipe.
+
+    Raises:
+        ForkError: pip failed; the text says why, of `version` or else of the newest release.
+    """
+    command = [sys.executable, "-m", "pip", *words, "--disable-pip-version-check", "--retries", "2"]
+    command += ["--only-binary", ":all:", "--implementation", "cp", "--abi", python_tag]
+    command += ["--python-version", python_tag.removeprefix("cp")]
+    command += [word for platform in _PLATFORMS for word in ("--platform", platform)]
+    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    if result.returncode != 0:
+        raise ForkError(_explain(result.stderr, version, python_tag))
+    return result.stdout
 
 
 def _explain(stderr: str, version: str | None, python_tag: str) -> str:

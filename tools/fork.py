@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 from git import GitCommandError
+from packaging.version import InvalidVersion, Version
 
 from tools import kernels, rebase, verbs
 from tools.errors import ForkError, is_full_disk, say
-from tools.fetch import fetch
+from tools.fetch import fetch, releases
 from tools.install import install
 from tools.lock import read_lock
 from tools.project import PYTHON_TAGS, Project, running_python_tag
@@ -21,9 +22,9 @@ _FULL = "no space left on the disk: free some and run the same command again; no
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb. Returns the exit code; every failure is one `error:` line on stderr."""
-    options = _parser().parse_args(arguments)
-    project = Project(options.project.resolve())
     try:
+        options = _parser().parse_args(arguments)
+        project = Project(options.project.resolve())
         with project.exclusive():
             _run(project, options)
     except (ForkError, kernels.KernelError) as error:
@@ -87,7 +88,12 @@ def _rebase(project: Project, options: argparse.Namespace) -> None:
     elif options.version:
         rebase.start(project, options.version, options.accept, options.drop)
     else:
-        raise ForkError("rebase needs a VERSION, --continue or --abort")
+        pinned = read_lock(project.lock).version
+        others = [version for version in releases(running_python_tag()) if version != pinned]
+        raise ForkError(
+            f"rebase needs a release, `make rebase TO=VERSION`: the package index offers, besides the pinned {pinned}, "
+            f"{', '.join(others[:5]) or 'none'}"
+        )
 
 
 def _kernels(project: Project, options: argparse.Namespace) -> KernelLibrary | None:
@@ -115,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     verb = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     pin = verb.add_parser("pin", help="write the first upstream.lock")
-    pin.add_argument("version", help="upstream release, for example 0.5.23")
+    pin.add_argument("version", type=_release, help="upstream release, for example 0.5.23")
 
     fetch_parser = verb.add_parser("fetch", help="download and verify the pinned upstream wheel")
     _add_python(fetch_parser)
@@ -146,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_parser("check", help="check lock, patches, anchors, trailers, sizes and index")
     rebase_parser = verb.add_parser("rebase", help="carry the series to another upstream release")
     what = rebase_parser.add_mutually_exclusive_group()
-    what.add_argument("version", nargs="?", help="upstream release, for example 0.5.22")
+    what.add_argument("version", type=_release, nargs="?", help="upstream release, for example 0.5.22")
     what.add_argument("--continue", dest="resume", action="store_true", help="go on after a stop or a kill")
     what.add_argument("--abort", action="store_true", help="give the rebase up")
     rebase_parser.add_argument(
@@ -157,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     drift = verb.add_parser("drift", help="try the series on another release and report, moving nothing")
-    drift.add_argument("version", nargs="?", help="upstream release (default: the newest)")
+    drift.add_argument("version", type=_release, nargs="?", help="upstream release (default: the newest)")
 
     verb.add_parser("status", help="show pin, series, checkout and cache")
     verb.add_parser("bump", help="raise our revision N in the version +sm120.N")
@@ -185,6 +191,14 @@ def _add_python(parser: argparse.ArgumentParser) -> None:
         metavar="X.Y|all",
         help="Python the wheel is for (default: the running one)",
     )
+
+
+def _release(text: str) -> str:
+    """`v0.5.022` -> `0.5.22`. How many zeros end it, the wheel's name says."""
+    try:
+        return str(Version(text))
+    except InvalidVersion:
+        raise ForkError(f"{text!r} is no release number: give one such as 0.5.22") from None
 
 
 def _python_tags(text: str) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tomli_w
+from packaging.utils import parse_wheel_filename
 
 from tools.errors import ForkError
 from tools.project import write_atomic
@@ -21,6 +22,11 @@ class LockedWheel:
     python: str
     filename: str
     sha256: str
+
+    @property
+    def version(self) -> str:
+        """The release as its file name spells it. Raises ValueError when that is no wheel's name."""
+        return str(parse_wheel_filename(self.filename)[1])
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,12 @@ class Lock:
     patch_count: int
     revision: int
     pins: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError when a wheel is of another release, or of the same one spelt in another way."""
+        for wheel in self.wheels:
+            if wheel.version != self.version:
+                raise ValueError(f"version {self.version!r} is not that of {wheel.filename}")
 
     @property
     def fork_version(self) -> str:
@@ -80,7 +92,7 @@ class Lock:
 
     @classmethod
     def from_dict(cls, data: Mapping) -> "Lock":
-        """Inverse of `to_dict`. Raises KeyError or TypeError when something is missing."""
+        """Inverse of `to_dict`. Raises KeyError, TypeError or ValueError when something is missing or wrong."""
         upstream = data["upstream"]
         return cls(
             version=upstream["version"],
@@ -104,7 +116,7 @@ def read_lock(path: Path) -> Lock:
         return Lock.from_dict(tomllib.loads(path.read_text()))
     except FileNotFoundError:
         raise ForkError(f"{path.name} is missing: {restore}, or start one with `pin VERSION`") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ForkError(f"{path.name} is damaged ({error}): {restore}") from None
 
 

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from git import Actor, Commit, GitCommandError, Repo
+from packaging.version import Version
 from unidiff import PatchSet
 
 from tools.anchors import anchors_of, missing_anchors
 from tools.checkout import Checkout, keep
 from tools.errors import ForkError, say
-from tools.fetch import newest_version
+from tools.fetch import releases
 from tools.git import IDENTITY, open_repo
 from tools.lock import Lock, read_lock, write_lock
 from tools.project import Project, running_python_tag, write_atomic
@@ -33,6 +34,7 @@ CONFLICT = "conflict"
 ABSORBED = "absorbed"
 GONE = "target gone"
 BROKEN = "broken"
+_WRITTEN = "upstream.lock patches docs/upgrades"
 _COMMAND = "`.venv/bin/python -m tools.fork rebase --continue"
 _NEXT_STEP = {
     MOVED: f"accept that with {_COMMAND} --accept {{slug}}`, or move the lines in build/rebase and {_COMMAND}`",
@@ -116,11 +118,12 @@ def start(project: Project, version: str, accept: Sequence[str], drop: Sequence[
     if project.rebase_state.exists():
         raise ForkError(f"a rebase is in progress: go on with {_COMMAND}` or give it up with `--abort`")
     old = read_lock(project.lock)
-    if version == old.version:
-        raise ForkError(f"the series is on sglang {version} already")
-    apply(project)
+    if Version(version) == Version(old.version):
+        raise ForkError(f"the series is on sglang {old.version} already")
     checkout = Checkout.open(project)
+    checkout.require_untouched()
     new = pin_release(project, checkout, version)
+    apply(project)
     old_base, new_base = import_pinned(project, checkout, old), import_pinned(project, checkout, new)
     tip = checkout.repo.git.rev_parse("HEAD")
     commits = checkout.repo.git.rev_list("--reverse", f"{old_base}..{tip}").split()
@@ -181,12 +184,16 @@ def drift(project: Project, version: str | None) -> None:
         ForkError: counts the patches that need a human.
     """
     lock = read_lock(project.lock)
-    version = version or newest_version(project, running_python_tag())
+    if version is None:
+        version = releases(running_python_tag())[0]
+        say(f"{version} is the newest release{' and is the pinned one' if version == lock.version else ''}")
     checkout = Checkout.open(project)
     base = import_pinned(project, checkout, lock)
     files = patch_files(project)
     tip, _ = applied_exactly(project, checkout, base, files)
-    new_base = import_pinned(project, checkout, pin_release(project, checkout, version))
+    pinned = Version(version) == Version(lock.version)
+    new = lock if pinned else pin_release(project, checkout, version)
+    new_base = import_pinned(project, checkout, new)
     patches = describe_series(checkout.repo, base, {path.name: b"" for path in files}, tip)
     failing = 0
     with checkout.scratch_worktree(new_base, with_files=True) as worktree:
@@ -199,9 +206,9 @@ def drift(project: Project, version: str | None) -> None:
             print(f"{number}/{len(patches)} {patch.slug}: {outcome.status}{detail}")
     if failing:
         raise ForkError(
-            f"{failing} of {len(patches)} patches need work on sglang {version}: `make rebase TO={version}`"
+            f"{failing} of {len(patches)} patches need work on sglang {new.version}: `make rebase TO={new.version}`"
         )
-    say(f"all {len(patches)} patches of sglang {lock.version} carry to {version}")
+    say(f"all {len(patches)} patches of sglang {lock.version} carry to {new.version}")
 
 
 def carry(worktree: Repo, patch: Patch) -> Outcome:
@@ -333,6 +340,10 @@ def _finish(project: Project, checkout: Checkout, state: State) -> None:
     checkout.switch(tip)
     _close(project, checkout)
     say(f"sglang {new.version}: {len(texts)} patches, {len(dropped)} dropped; report in {project.show(report)}")
+    say(
+        f"next: `make install && make test-all`, then commit {_WRITTEN}; "
+        f"to go back: `git stash -u -- {_WRITTEN} && make apply-patches`"
+    )
 
 
 def _report(old: Lock, new: Lock, results: Sequence[tuple[str, str]], dropped: Sequence[str], range_diff: str) -> str:

@@ -33,10 +33,13 @@ _PINNED = ("torch", "torchvision", "triton", "transformers", "sglang-kernel", "f
 def pin_release(project: Project, checkout: Checkout, version: str) -> Lock:
     """Fetch every wheel of a release and return the lock that pins it, with an empty series.
 
+    Its version is the wheels' own: an index takes 0.5.22.0 for 0.5.22.
+
     Raises:
         ForkError: the wheels do not hold the same sources.
     """
     wheels = tuple(fetch_release(project, version, tag) for tag in PYTHON_TAGS)
+    version = wheels[0].version
     first, *others = (project.cache / wheel.filename for wheel in wheels)
     tree = checkout.tree(checkout.import_wheel(version, first))
     for other in others:
@@ -62,8 +65,9 @@ def pin(project: Project, version: str) -> None:
         raise ForkError(
             f"upstream.lock exists: move to {version} with `make rebase TO={version}`, which carries the patches"
         )
-    write_lock(project.lock, pin_release(project, Checkout.open(project), version))
-    say(f"pinned sglang {version}")
+    lock = pin_release(project, Checkout.open(project), version)
+    write_lock(project.lock, lock)
+    say(f"pinned sglang {lock.version}")
 
 
 def import_pinned(project: Project, checkout: Checkout, lock: Lock) -> str:

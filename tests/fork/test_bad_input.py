@@ -93,6 +93,12 @@ def test_damaged_lock(toy: Toy, text: str) -> None:
     assert "upstream.lock is damaged" in toy.error("apply")
 
 
+def test_lock_with_its_version_spelt_otherwise_than_its_wheels(toy: Toy) -> None:
+    lock = toy.root / "upstream.lock"
+    lock.write_text(lock.read_text().replace('version = "1.0"', 'version = "v1.0"'))
+    assert "version 'v1.0' is not that of sglang-1.0-cp311-" in toy.error("check")
+
+
 def test_missing_lock(toy: Toy) -> None:
     (toy.root / "upstream.lock").unlink()
     assert "upstream.lock is missing" in toy.error("apply")

@@ -279,7 +279,51 @@ def test_checkout_changed_during_the_rebase(hooked: Toy) -> None:
 
 def test_same_release_and_missing_argument(hooked: Toy) -> None:
     assert "is on sglang 1.0 already" in hooked.error("rebase", "1.0")
-    assert "needs a VERSION" in hooked.error("rebase")
+    assert "is on sglang 1.0 already" in hooked.error("rebase", "v1.00.0")
+    message = hooked.error("rebase")
+    assert "rebase needs a release" in message and message.endswith("besides the pinned 1.0, none")
+    hooked.release("1.1")
+    assert hooked.error("rebase").endswith("besides the pinned 1.0, 1.1")
+
+
+@pytest.mark.parametrize("spelling", ["v1.1", "1.01", "1.1.0"])
+def test_release_spelt_in_many_ways(hooked: Toy, spelling: str) -> None:
+    """One release has many spellings; what is written is the wheel's."""
+    hooked.release("1.1")
+    assert "carry to 1.1" in hooked.ok("drift", spelling)
+    hooked.ok("rebase", spelling)
+    assert hooked.lock["upstream"]["version"] == "1.1"
+    assert [path.name for path in (hooked.root / "docs" / "upgrades").iterdir()] == ["1.0-to-1.1.md"]
+    hooked.ok("build", "--no-kernels")
+
+
+@pytest.mark.parametrize("verb", ["rebase", "drift"])
+def test_what_is_no_release_number_is_refused(hooked: Toy, verb: str) -> None:
+    assert "'1.*' is no release number" in hooked.error(verb, "1.*")
+
+
+def test_release_is_looked_up_before_anything_is_applied(hooked: Toy) -> None:
+    result = hooked.fork("rebase", "9.9")
+    assert result.returncode == 1 and "apply:" not in result.stdout
+
+
+def test_rebase_says_how_to_go_back_and_that_works(hooked: Toy) -> None:
+    upgrades = hooked.root / "docs" / "upgrades"
+    upgrades.mkdir(parents=True)
+    (upgrades / "README.md").write_text("Upgrades\n")
+    (hooked.root / ".gitignore").write_text("/build/\n")
+    for arguments in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "-m", "Before"]):
+        hooked.git(*arguments, at=hooked.root)
+    before = hooked.state()
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace("class Engine", "class Runner")})
+    last = hooked.ok("rebase", "1.1", "--accept", "Hook-run").splitlines()[-1]
+    assert "next: `make install && make test-all`, then commit upstream.lock patches docs/upgrades;" in last
+    command = last.rpartition("`git ")[2].removesuffix("`")
+    stash, make = command.split(" && ")
+    hooked.git(*stash.split(), at=hooked.root)
+    assert make == "make apply-patches"
+    hooked.ok("apply")
+    assert hooked.state() == before and list(upgrades.iterdir()) == [upgrades / "README.md"]
 
 
 def test_drift_reports_every_patch_and_moves_nothing(hooked: Toy) -> None:
@@ -295,3 +339,9 @@ def test_drift_reports_every_patch_and_moves_nothing(hooked: Toy) -> None:
     assert (result.returncode, "2 of 3 patches need work on sglang 1.1" in result.stderr) == (1, True)
     assert "all 3 patches of sglang 1.0 carry to 1.0" in hooked.ok("drift", "1.0")
     assert hooked.state() == before
+
+
+def test_drift_on_the_pinned_release_needs_no_download(hooked: Toy) -> None:
+    output = hooked.ok("drift")
+    assert "1.0 is the newest release and is the pinned one" in output and "carry to 1.0" in output
+    assert "fetch:" not in output and "import:" not in output
