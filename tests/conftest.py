@@ -1,12 +1,42 @@
-"""Fixtures shared by all test folders."""
+"""What all test folders share: fixtures, and what ends a session."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tools import server
+
 REPOSITORY = Path(__file__).resolve().parent.parent
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+EXIT_CODE = pytest.StashKey[int]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A signal that ends a process ends the session, not the test that happens to run."""
+
+    def leave(code: int) -> None:
+        session.config.stash[EXIT_CODE] = code
+        # pytest.exit's exception is an Exception: a handler on the way, or an event loop, would keep it.
+        raise KeyboardInterrupt(signal.Signals(code - 128).name)
+
+    server.exit_on_signals(leave)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where a signal ended the session, the exit code says which."""
+    session.exitstatus = session.config.stash.get(EXIT_CODE, session.exitstatus)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Code under test leaves the handlers alone: with its own, a signal would end one test and not the session."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    yield
+    assert [signal.getsignal(number) for number in SIGNALS] == before, "a test may not call exit_on_signals"
 
 
 @pytest.fixture(scope="session")

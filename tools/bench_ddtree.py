@@ -216,10 +216,10 @@ def main() -> None:
     if args.verb == "render":
         ddtree_page.render(args.out, Path("docs/bench"))
     else:
-        server.exit_on_sigterm()
         deadline = time.monotonic() + 60 * args.minutes
         measure_all(Run(args.out, deadline, results=so_far(args.out)), args.work, args.contexts, args.batches)
 
 
 if __name__ == "__main__":
+    server.exit_on_signals()
     main()

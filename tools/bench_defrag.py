@@ -692,7 +692,6 @@ def main() -> None:
     needs_gpu = sorted(set(wanted) & set(GPU_PARTS))
     if device == "cpu" and needs_gpu:
         parser.error(f"{' and '.join(needs_gpu)}: needs a CUDA GPU; churn and map run without")
-    server.exit_on_sigterm()
     parts: dict[str, Callable[[Callable[[dict], None]], dict]] = {
         "churn": lambda _: churn(device),
         "map": lambda _: draw_map(device, arguments.out.with_name("kv-map.png")),
@@ -732,4 +731,5 @@ def write(file: Path, parts: dict[str, dict]) -> None:
 
 
 if __name__ == "__main__":
+    server.exit_on_signals()
     main()

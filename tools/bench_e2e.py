@@ -319,10 +319,10 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"error: --text {args['text']}: there is no such file", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
-    server.exit_on_sigterm()
     load_client()
     return 1 if run(Plan(**args), out) else 0
 
 
 if __name__ == "__main__":
+    server.exit_on_signals()
     sys.exit(main())

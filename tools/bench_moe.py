@@ -112,7 +112,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for the checkpoint and dumps")
     parser.add_argument("--seconds", type=float, default=8, help="of each of the two recordings")
     args = parser.parse_args()
-    server.exit_on_sigterm()
     dumps, gpu = args.work / "moe-dumps", torch.cuda.is_available()
     for folder in (args.out, dumps):
         folder.mkdir(parents=True, exist_ok=True)
@@ -146,4 +145,5 @@ def page(where: str, seconds: float, said: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
+    server.exit_on_signals()
     main()

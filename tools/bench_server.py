@@ -497,10 +497,10 @@ def main() -> None:
     if args.verb == "render":
         server_page.render(args.out, Path("docs/bench"))
         return
-    server.exit_on_sigterm()
     run = Run(args.out, time.monotonic() + args.budget_s)
     bench(run, args)
 
 
 if __name__ == "__main__":
+    server.exit_on_signals()
     main()

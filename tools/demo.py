@@ -30,7 +30,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder for the server's log")
     parser.add_argument("--serve", action="store_true", help="leave the server up until Ctrl-C")
     args = parser.parse_args()
-    server.exit_on_sigterm()
 
     print(f"starting sglang {importlib.metadata.version('sglang')} on the CPU ...", flush=True)
     begin = time.monotonic()
@@ -61,4 +60,5 @@ def print_evidence(up: server.Server) -> None:
 
 
 if __name__ == "__main__":
+    server.exit_on_signals()
     main()

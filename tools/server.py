@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,10 @@ CPU_FLAGS = shlex.split(
 READY_TIMEOUT_S = 300
 # OpenMP's threads spin where they wait, by default: beside another busy process a step of milliseconds takes seconds.
 SERVER_ENV = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
+# Beside the server a shell waits for the end of its input, a pipe that this process holds: however this process ends,
+# the server's process group is killed. The kernel's parent-death signal would not do: it comes when the thread that
+# started the server ends, and misses the server's children.
+GUARDED = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -KILL 0; } & exec "$@" 3<&-'
 
 
 @dataclass
@@ -67,18 +71,22 @@ class Server:
 _processes: set[subprocess.Popen] = set()
 
 
-def exit_on_sigterm() -> None:
-    """At SIGTERM (of `timeout`, say) end every server and exit. For a tool's main.
+def exit_on_signals(leave: Callable[[int], object] = sys.exit) -> None:
+    """At SIGTERM (of `timeout`, say) and SIGHUP (of a closed terminal) end every server and `leave(128 + signal)`.
 
-    The servers end first: threads that wait for one would else hold up the exit.
+    For the start of a process, not for what tests call: the handlers are the whole process's. The servers end first:
+    threads that wait for one would else hold up the exit.
     """
 
-    def end(*_: object) -> None:
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: to its child, then to the group
         for process in tuple(_processes):
             _stop(process)
-        sys.exit(128 + signal.SIGTERM)
+        leave(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
+            signal.signal(number, end)
 
 
 def free_port() -> int:
@@ -106,7 +114,8 @@ def running(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*command, *defaults, *flags],
+            ["sh", "-c", GUARDED, "sh", *command, *defaults, *flags],
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -141,7 +150,7 @@ def _stop(process: subprocess.Popen) -> None:
     """End the whole session: the scheduler and detokenizer are children of their own."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()  # waits, and closes the guard's pipe
 
 
 def _tail(log: Path, lines: int = 25) -> str:

@@ -308,7 +308,6 @@ def main() -> int:
     parser.add_argument("--pauses", type=int, default=PAUSES, help="how often the clients wait and the pool is checked")
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="folder of soak.json, soak.md, server.log")
     args = parser.parse_args()
-    server.exit_on_sigterm()
     report, log = Report(), Path("build/soak/server.log")
     args.out.mkdir(parents=True, exist_ok=True)
     try:
@@ -331,4 +330,5 @@ def server_process(up: server.Server) -> psutil.Process:
 
 
 if __name__ == "__main__":
+    server.exit_on_signals()
     sys.exit(main())

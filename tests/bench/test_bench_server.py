@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +12,6 @@ from typing import Any
 import pytest
 
 from tools import bench_ddtree, bench_server, kernels, server, server_page
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -165,27 +159,6 @@ def test_the_tree_bench_goes_on_where_another_run_ended(run):
     assert bench_ddtree.so_far(run.out) == results | {"rows": [{"ctx": 64, "bs": 1}]}
     path.write_text(json.dumps(results | {"rows": [{"ctx": 64, "bs": 1}], "kernel_hash": "other"}))
     assert bench_ddtree.so_far(run.out)["rows"] == []
-
-
-def test_at_sigterm_the_servers_end_first():
-    """As with `timeout`: a thread waits for its server's answer, and neither holds up the exit."""
-    script = (
-        "import subprocess\n"
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "from tools import server\n"
-        "server.exit_on_sigterm()\n"
-        "up = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
-        "server._processes.add(up)\n"
-        "print(up.pid, flush=True)\n"
-        "with ThreadPoolExecutor(1) as pool:\n"
-        "    pool.submit(up.wait).result()\n"
-    )
-    bench = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    pid = int(bench.stdout.readline())
-    bench.terminate()
-    assert bench.wait(20) == 128 + signal.SIGTERM
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 def says(*tokens: tuple[int, float, float]) -> list[dict[str, Any]]:

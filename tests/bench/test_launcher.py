@@ -1,0 +1,127 @@
+"""However the process that started a server ends, the server's whole process tree ends too."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Stands in for the real server: it and a child of its own, deaf to what a terminal sends, hold the fifo open.
+STAND_IN = """
+import http.server, os, signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.alarm(120)
+fifo = os.open(os.environ["FIFO"], os.O_WRONLY)
+if os.fork() == 0:
+    time.sleep(120)
+    os._exit(0)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path != "/health":
+            os.write(fifo, b"asked")
+            time.sleep(120)
+        self.send_response(200)
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+# A thread waits for the server's answer, as in a bench: it must not hold up the exit.
+ASK = """
+    with server.running(Path("model"), Path(os.environ["LOG"]), defaults=()) as up, ThreadPoolExecutor(1) as pool:
+        pool.submit(up.get, "/generate").result()
+"""
+IMPORTS = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tools import server
+"""
+TOOL = f"{IMPORTS}server.exit_on_signals()\nif True:{ASK}"
+TESTS = f"""{IMPORTS}
+def test_before(): pass
+def test_asks():{ASK}
+def test_after(): assert False
+"""
+
+
+class Fifo:
+    """Tells when the stand-in has been asked, and when no process of it is left."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def wait(self, event: int) -> None:
+        """Wait for POLLIN (asked) or POLLHUP (gone)."""
+        poll = select.poll()
+        poll.register(self._file, event)
+        ((_, got),) = poll.poll(60_000) or [(0, 0)]
+        assert got & event, "the server still runs" if event == select.POLLHUP else "the server was not asked"
+
+
+@pytest.fixture
+def fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fifo]:
+    """Of the stand-in, which the launcher will find in sglang's place."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "launch_server.py").write_text(STAND_IN)
+    for name, value in {"PYTHONPATH": f"{tmp_path}:{ROOT}", "FIFO": tmp_path / "fifo", "LOG": tmp_path / "log"}.items():
+        monkeypatch.setenv(name, str(value))
+    yield Fifo(tmp_path / "fifo")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_signal_ends_tool_and_server(fifo, number, code):
+    tool = subprocess.Popen([sys.executable, "-c", TOOL], cwd=ROOT)
+    fifo.wait(select.POLLIN)
+    tool.send_signal(number)
+    assert tool.wait(20) == code
+    fifo.wait(select.POLLHUP)
+
+
+def test_a_closed_terminal_ends_tool_and_server(fifo):
+    screen, terminal = pty.openpty()
+    in_terminal = 'exec <"$0"; "$@"; true'  # a session's leader that opens a terminal gets it
+    shell = subprocess.Popen(
+        ["sh", "-c", in_terminal, os.ttyname(terminal), sys.executable, "-c", TOOL], cwd=ROOT, start_new_session=True
+    )
+    os.close(terminal)
+    fifo.wait(select.POLLIN)
+    os.close(screen)
+    shell.wait(20)
+    fifo.wait(select.POLLHUP)
+
+
+def test_nohup_is_heeded(fifo):
+    tool = subprocess.Popen(["nohup", sys.executable, "-c", TOOL], cwd=ROOT, stdout=subprocess.DEVNULL)
+    fifo.wait(select.POLLIN)
+    tool.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        tool.wait(1)
+    tool.terminate()
+    assert tool.wait(20) == 143
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 129), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_test_session(fifo, tmp_path, number, code):
+    (tmp_path / "test_asking.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", "/dev/null", str(tmp_path)]
+    session = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    fifo.wait(select.POLLIN)
+    session.send_signal(number)
+    said, _ = session.communicate(timeout=30)
+    assert session.returncode == code, said
+    fifo.wait(select.POLLHUP)
+    assert "1 passed" in said and number.name in said
+    assert "failed" not in said and "error" not in said
