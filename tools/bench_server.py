@@ -43,7 +43,7 @@ STOCK = shlex.split(
 )
 OURS = ["--attention-backend", "sm120_mla"]
 BACKENDS = {"stock": STOCK, "ours": OURS}
-MODES = ("plain", "chain-q8", "chain-q16")
+MODES = ("plain", "chain-q8", "chain-q16", "ddtree-q8")
 KV_DTYPES = ("auto", "fp8_e4m3")
 SIMULATED_ACCEPT_LEN = 4
 # The drafter reads this much context on both sides: its own attention is upstream's and not what is compared.
@@ -161,16 +161,27 @@ def variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
     pool = shlex.split(f"--max-total-tokens {longest + 115_000} --context-length {longest + 4000}")
     flags = {}
     for who, mode, kv in itertools.product(BACKENDS, args.modes, args.kv_dtypes):
+        if variant(who, mode, kv) != f"{who}-{mode}-{kv}":
+            continue
         chain = []
         if mode != "plain":
-            q = int(mode.removeprefix("chain-q"))
-            drafter = tiny_model.write_drafter(args.work / f"drafter{q}", model, block_size=q)
+            algorithm, q = mode.split("-q")
+            drafter = tiny_model.write_drafter(args.work / f"drafter{q}", model, block_size=int(q))
             chain = [*chain_flags(drafter), "--speculative-draft-window-size", str(DRAFT_WINDOW_TOKENS)]
+            if algorithm == "ddtree":  # of one candidate a position: the chain, by DDTREE's captured step
+                chain += shlex.split(
+                    f"--speculative-algorithm DDTREE --speculative-ddtree-topk 1 --speculative-ddtree-budget {int(q) - 1}"
+                )
         gpu = args.kv_dtypes.index(kv) % args.gpus
         flags[f"{who}-{mode}-{kv}"] = [
             *pool, *BACKENDS[who], *chain, "--kv-cache-dtype", kv, "--base-gpu-id", str(gpu),
         ]  # fmt: skip
     return flags
+
+
+def variant(who: str, mode: str, kv: str) -> str:
+    """The server that a row is measured on. Stock has no DDTREE: its chain is compared."""
+    return f"{who}-{mode.replace('ddtree', 'chain') if who == 'stock' else mode}-{kv}"
 
 
 def chain_flags(drafter: Path) -> list[str]:
@@ -206,22 +217,30 @@ def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) 
     prompts = [prompt[: ctx - TAIL_TOKENS] + prompt_ids(ctx + 1 + i, TAIL_TOKENS) for i in range(bs)]
     encoded = json.dumps(prompts)
     per_step = 1 if mode == "plain" else SIMULATED_ACCEPT_LEN
-    ups = {who: run.ups[name] for who in BACKENDS if (name := f"{who}-{mode}-{kv}") in run.ups}
+    ups = {who: run.ups[name] for who in BACKENDS if (name := variant(who, mode, kv)) in run.ups}
     if not ups:
         return
 
+    def run_steps(who: str, steps: int) -> list[dict[str, Any]]:
+        """What the server says of each request that takes about so many steps."""
+        tokens = steps * (SIMULATED_ACCEPT_LEN if "-chain-" in variant(who, mode, kv) else 1)
+        sampling = {"temperature": 0, "max_new_tokens": 1 + tokens, "ignore_eos": True}
+        body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
+        return [answer["meta_info"] for answer in ups[who].post("/generate", body, REQUEST_TIMEOUT_S)]
+
     def seconds(who: str, steps: int) -> tuple[float, float]:
         """When the first and the last request are done, by the server's clock."""
-        sampling = {"temperature": 0, "max_new_tokens": 1 + steps * per_step, "ignore_eos": True}
-        body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
-        answers = ups[who].post("/generate", body, REQUEST_TIMEOUT_S)
-        times = [answer["meta_info"]["e2e_latency"] for answer in answers]
+        times = [meta["e2e_latency"] for meta in run_steps(who, steps)]
         return min(times), max(times)
 
     def step(who: str, steps: int) -> float:
-        """Seconds of one of `steps` that follow the first few."""
-        _, few_s = seconds(who, few[who])
-        return (seconds(who, few[who] + steps)[1] - few_s) / steps
+        """Seconds of one of about `steps` that follow the first few."""
+        few_steps, all_steps = (run_steps(who, count) for count in (few[who], few[who] + steps))
+        more_s, more_steps = (
+            max(meta[name] for meta in all_steps) - max(meta[name] for meta in few_steps)
+            for name in ("e2e_latency", "completion_tokens" if mode == "plain" else "spec_verify_ct")
+        )
+        return more_s / more_steps
 
     few: dict[str, int] = {}
     more: dict[str, int] = {}

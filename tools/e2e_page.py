@@ -56,7 +56,8 @@ def markdown(document: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         ratio = speeds[1] / speeds[0] if all(speeds) else None
         cells = [row["mode"], f"{row['context']:,}", str(row["batch"]), *(_figure(speed, 1) for speed in speeds)]
         lines.append("| " + " | ".join([*cells, _figure(ratio, 2), *pairs]) + " |")
-    return "\n".join([*lines, "", "![output tokens a second by context](bench-e2e.png)"]) + "\n"
+    notes = [f"- {note}" for note in document.get("notes", [])]
+    return "\n".join([*lines, "", *notes, "", "![output tokens a second by context](bench-e2e.png)"]) + "\n"
 
 
 def backend(facts: dict[str, Any]) -> str:

@@ -285,8 +285,10 @@ def measure(shapes: list[Shape], with_peers: bool, keep: Callable[[dict], None])
     return top | {"peers_not_run": errors, "rows": rows}
 
 
-def _cell(value: object) -> str:
-    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) and value < 100 else f"{value:,.0f}"
+def _cell(column: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if column.endswith("_ms") and value < 100 else f"{value:,.0f}"
 
 
 COLUMNS = (
@@ -304,7 +306,7 @@ COLUMNS = (
 def format_row(row: dict[str, Any]) -> str:
     """A row as a line of the Markdown table."""
     keys = [row["h"], row["bs"], f"{row['ctx']:,}", row["q"], row["page"], row["kv_dtype"], row["layout"]]
-    return "| " + " | ".join([*map(str, keys), *(_cell(row.get(column)) for column in COLUMNS)]) + " |"
+    return "| " + " | ".join([*map(str, keys), *(_cell(column, row.get(column)) for column in COLUMNS)]) + " |"
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -319,7 +321,9 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['read_gbps']:,} GB/s, matmul {report['matmul_tflops']} TFLOP/s. "
         f"Workspace {report['workspace_bytes']:,} B, whatever the shape.",
         "Milliseconds a layer, median of graph replays, one run. Triton is SGLang's extend kernel with mask (q > 1) or "
-        "its decode kernel (q = 1). FlashMLA reads 64-token pages in every row. GB/s and TFLOP/s count each latent row "
+        "its decode kernel (q = 1), and what SGLang chooses on sm_120. FlashMLA and FlashInfer's FA3 need Hopper's wgmma and "
+        "take no tree mask; FA2 is FlashInfer's too, on mma.sync as ours. FlashMLA reads 64-token pages in every row. "
+        "GB/s and TFLOP/s count each latent row "
         "and each product once; the roof is the larger of bytes over read bandwidth and products over matmul rate.",
         "",
         header,

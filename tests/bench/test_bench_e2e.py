@@ -188,11 +188,13 @@ def test_the_page_compares_ddtree_with_stock_dflash(tmp_path):
         "identity": plan().identity(),
         "servers": {},
         "cells": {"stock/dflash/64/1": MEASURED, "ours/ddtree/64/1": fast, "ours/plain/64/1": {"failed": "x"}},
+        "notes": ["Taken on a rainy day."],
     }
     e2e_page.render(document, tmp_path)
     lines = (tmp_path / "bench-e2e.md").read_text().splitlines()
     assert "| ddtree | 64 | 1 | 2.0 | 30.0 | 15.00 | 2.00 | 2.00 | 2 | 2 | 2.00 | 2.00 |" in lines
     assert "| plain | 64 | 1 | - | - | - | - | - | - | - | - | - |" in lines
+    assert "- Taken on a rainy day." in lines
     assert (tmp_path / "bench-e2e.png").stat().st_size > 1000
 
 

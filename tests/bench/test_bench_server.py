@@ -20,13 +20,19 @@ def run(tmp_path, monkeypatch) -> bench_server.Run:
     return bench_server.Run(tmp_path, math.inf)
 
 
-def answering(step_s: float) -> server.Server:
-    """A server whose calls take `step_s` a token."""
+def meta_info(asked: dict[str, Any], seconds: float, accept: int = 1) -> dict[str, Any]:
+    tokens = asked["sampling_params"]["max_new_tokens"]
+    return {"meta_info": {"e2e_latency": seconds, "completion_tokens": tokens, "spec_verify_ct": tokens / accept}}
+
+
+def answering(step_s: float, accept: int = 1) -> server.Server:
+    """A server whose steps take `step_s` and give `accept` tokens."""
 
     def post(_path: str, body: dict[str, Any] | bytes, _timeout_s: float = 0) -> list[dict[str, Any]]:
         asked = body if isinstance(body, dict) else json.loads(body)
-        seconds = step_s * asked["sampling_params"]["max_new_tokens"]
-        return [{"meta_info": {"e2e_latency": seconds}} for _ in asked["input_ids"]]
+        return [meta_info(asked, step_s * asked["sampling_params"]["max_new_tokens"] / accept, accept)] * len(
+            asked["input_ids"]
+        )
 
     up = server.Server("http://nowhere", Path("log"))
     up.post, up.get = post, lambda _path: ""
@@ -56,6 +62,23 @@ def test_a_missing_side_is_told_and_taken_again(run):
     assert "| auto | - | 0.01 | - |" in page
 
 
+def test_steps_are_counted_and_ddtree_is_compared_with_stocks_chain(run):
+    run.ups["stock-chain-q8-auto"] = answering(0.04, accept=4)
+    run.ups["ours-ddtree-q8-auto"] = answering(0.01, accept=2)
+    bench_server.measure(run, bench_server.prompt_ids(0, 64), "ddtree-q8", 64, 1, "auto")
+    (row,) = run.results["rows"]
+    assert (row["stock_step_ms"], row["ours_step_ms"]) == (pytest.approx(40), pytest.approx(10))
+    assert (row["stock_tok_s"], row["ours_tok_s"]) == (pytest.approx(100), pytest.approx(400))
+
+
+def test_the_chain_by_ddtree_needs_one_server_more(run, monkeypatch):
+    monkeypatch.setattr(bench_server.tiny_model, "write_drafter", lambda folder, *_, **__: folder)
+    asked = argparse.Namespace(work=run.out, contexts=[64], modes=["chain-q8", "ddtree-q8"], kv_dtypes=["auto"], gpus=1)
+    flags = bench_server.variants(asked, run.out)
+    assert sorted(flags) == ["ours-chain-q8-auto", "ours-ddtree-q8-auto", "stock-chain-q8-auto"]
+    assert flags["ours-ddtree-q8-auto"][flags["ours-ddtree-q8-auto"].index("--speculative-ddtree-budget") + 1] == "7"
+
+
 @pytest.mark.parametrize("step_s", [0.004, 0.4])
 def test_requests_that_come_one_after_the_other_are_timed_together(run, step_s):
     """A step takes `step_s` a running request, and a request comes every half second."""
@@ -72,7 +95,7 @@ def test_requests_that_come_one_after_the_other_are_timed_together(run, step_s):
             now += step_s * len(left)
             done_s += [now] * left.count(1)
             left = [n - 1 for n in left if n > 1]
-        return [{"meta_info": {"e2e_latency": seconds}} for seconds in done_s]
+        return [meta_info(asked, seconds) for seconds in done_s]
 
     run.ups["ours-plain-auto"] = up = answering(0)
     up.post = post
