@@ -17,11 +17,11 @@ export-patches: setup ## write the commits of build/checkout to patches/ and ups
 	@$(PY) -m tools.fork export
 wheel: setup ## build the patched wheel with CUDA kernels into build/dist
 	@$(PY) -m tools.fork build $(WHEEL_FLAGS)
-install: setup ## build the wheel and install it into .venv; kernels only where there is nvcc
-	@$(PY) -m tools.fork install --kernels-if-nvcc
+install: setup ## build the wheel and install it into .venv; kernels where there is nvcc, none with KERNELS=0
+	@$(PY) -m tools.fork install $(if $(filter 0,$(KERNELS)),--no-kernels,--kernels-if-nvcc)
 serve-tiny: install ## serve the tiny model on the CPU until interrupted
 	@$(PY) -m tools.demo --serve
-demo: install ## serve the tiny model on the CPU, ask it something, show which backend answered
+demo: install ## [KERNELS=0] serve the tiny model on the CPU, ask it something, show which backend answered
 	@$(PY) -m tools.demo
 serve: setup ## MODEL=... serve a model on this machine's GPUs
 	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --attention-backend sm120_mla --model-path $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat)) $(SERVE_FLAGS)
@@ -50,6 +50,6 @@ bench: setup ## time the kernels on this machine's GPU
 gpu-report: setup ## check kernels and GPU, write a report to send
 	@$(PY) -m tools.kernels gpu-report
 uninstall: ## remove the patched wheel from .venv
-	@if test -e $(PY); then $(PY) -m pip uninstall -y sglang; else echo "nothing to uninstall: there is no .venv"; fi
+	@if $(PY) -m pip show --quiet sglang 2>/dev/null; then $(PY) -m pip uninstall -y sglang; else echo "nothing to uninstall: no sglang in .venv"; fi
 clean: ## empty build/ (refused while build/checkout holds work of yours)
 	@if test -e $(PY); then $(PY) -m tools.fork clean; else echo "nothing to clean: there is no .venv"; fi

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import shlex
 import sys
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def _run(project: Project, options: argparse.Namespace) -> None:
             verbs.export(project)
         case "build":
             for path in build(project, options.python, _kernels(project, options), options.out or project.dist):
-                print(project.show(path))
+                print(f"install it with: {shlex.join(['pip', 'install', project.show(path)])}")
         case "install":
             (wheel,) = build(project, [running_python_tag()], _kernels(project, options), project.dist)
             install(wheel, options.all_requirements)
@@ -107,26 +108,29 @@ def _kernels(project: Project, options: argparse.Namespace) -> KernelLibrary | N
         if options.kernels_if_nvcc:
             say(f"kernels: left out ({error})")
             return None
-        raise ForkError(f"{error}; or build without CUDA kernels: --no-kernels") from None
-    say(f"kernels: brought up to date for {' '.join(options.archs)} (minutes the first time)")
+        raise ForkError(f"{error}; or build without CUDA kernels: `make wheel WHEEL_FLAGS=--no-kernels`") from None
     library = kernels.build_for_release(options.archs, project.build / "kernels")
     return KernelLibrary(library, kernels.source_hash(), tuple(options.archs))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.fork", description=__doc__)
-    parser.add_argument(
-        "--project", type=Path, default=Path(__file__).parent.parent, help="root of the fork (default: here)"
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fork", description="Pin, patch, build and rebase sglang. `VERB --help` has the options."
     )
+    here = Path(__file__).parent.parent
+    parser.add_argument("--project", type=Path, default=here, metavar="DIR", help="root of the fork (default: here)")
     verb = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    pin = verb.add_parser("pin", help="write the first upstream.lock")
-    pin.add_argument("version", type=_release, help="upstream release, for example 0.5.23")
+    def add(name: str, what: str) -> argparse.ArgumentParser:
+        return verb.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
 
-    fetch_parser = verb.add_parser("fetch", help="download and verify the pinned upstream wheel")
+    pin = add("pin", "write the first upstream.lock")
+    pin.add_argument("version", type=_release, metavar="VERSION", help="upstream release, for example 0.5.23")
+
+    fetch_parser = add("fetch", "download and verify the pinned upstream wheel")
     _add_python(fetch_parser)
 
-    apply = verb.add_parser("apply", help="bring build/checkout to the pinned release plus patches/")
+    apply = add("apply", "bring build/checkout to the pinned release plus patches/")
     apply.add_argument(
         "--discard", action="store_true", help="give up changes made in build/checkout (kept as refs/fork/saved)"
     )
@@ -134,25 +138,27 @@ def _parser() -> argparse.ArgumentParser:
         "--relock", action="store_true", help="accept patches/ as it is and write its tree to upstream.lock"
     )
 
-    verb.add_parser("export", help="write the commits of build/checkout to patches/ and upstream.lock")
-    build_parser = verb.add_parser("build", help="build the patched wheel into build/dist")
+    add("export", "write the commits of build/checkout to patches/ and upstream.lock")
+    build_parser = add("build", "build the patched wheel into build/dist")
     _add_python(build_parser)
     _add_kernels(build_parser)
-    build_parser.add_argument("--out", type=Path, help="folder for the wheels (default: build/dist)")
+    build_parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the wheels (default: build/dist)")
 
-    install_parser = verb.add_parser("install", help="build the wheel and install it into the running environment")
+    install_parser = add("install", "build the wheel and install it into the running environment")
     _add_kernels(install_parser)
     install_parser.add_argument(
         "--all-requirements", action="store_true", help="install upstream's CUDA requirements too"
     )
 
-    clean = verb.add_parser("clean", help="empty build/")
+    clean = add("clean", "empty build/")
     clean.add_argument("--force", action="store_true", help="also when that loses work in build/checkout")
 
-    verb.add_parser("check", help="check lock, patches, anchors, trailers, sizes and index")
-    rebase_parser = verb.add_parser("rebase", help="carry the series to another upstream release")
+    add("check", "check lock, patches, anchors, trailers, sizes and index")
+    rebase_parser = add("rebase", "carry the series to another upstream release")
     what = rebase_parser.add_mutually_exclusive_group()
-    what.add_argument("version", type=_release, nargs="?", help="upstream release, for example 0.5.22")
+    what.add_argument(
+        "version", type=_release, nargs="?", metavar="VERSION", help="upstream release, for example 0.5.22"
+    )
     what.add_argument("--continue", dest="resume", action="store_true", help="go on after a stop or a kill")
     what.add_argument("--abort", action="store_true", help="give the rebase up")
     rebase_parser.add_argument(
@@ -162,11 +168,13 @@ def _parser() -> argparse.ArgumentParser:
         "--drop", action="append", default=[], metavar="SLUG", help="leave a patch out from here on"
     )
 
-    drift = verb.add_parser("drift", help="try the series on another release and report, moving nothing")
-    drift.add_argument("version", type=_release, nargs="?", help="upstream release (default: the newest)")
+    drift = add("drift", "try the series on another release and report, moving nothing")
+    drift.add_argument(
+        "version", type=_release, nargs="?", metavar="VERSION", help="upstream release (default: the newest)"
+    )
 
-    verb.add_parser("status", help="show pin, series, checkout and cache")
-    verb.add_parser("bump", help="raise our revision N in the version +sm120.N")
+    add("status", "show pin, series, checkout and cache")
+    add("bump", "raise our revision N in the version +sm120.N")
     return parser
 
 
@@ -179,7 +187,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=kernels.wanted_archs(),
         metavar="sm_XX",
-        help="GPUs to compile for (default: %(default)s)",
+        help=f"GPUs to compile for (default: $ARCHS, now {' '.join(kernels.wanted_archs())})",
     )
 
 

@@ -13,7 +13,7 @@ from tools.wheel import PROVENANCE, read_provenance
 def install(wheel: Path, with_requirements: bool) -> None:
     """`pip install` a wheel unless this very build is installed.
 
-    `with_requirements` lets pip bring everything upstream asks for, some hundred CUDA packages; without it, what
+    `with_requirements` lets pip bring everything upstream asks for, some dozens of CUDA packages; without it, what
     tools/requirements-cpu.txt lists has to do.
 
     Raises:

@@ -146,13 +146,18 @@ def build(
     archs = tuple(archs)
     folder = _objects_dir(archs) if sources == SOURCES else _objects_dir(archs) / sources.name
     library = Path(out_dir).resolve() / LIBRARY
+    rules = _ninja_text(archs, find_nvcc(), library, sources, flags)
     folder.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(_ninja_text(archs, find_nvcc(), library, sources, flags))
+    (folder / "build.ninja").write_text(rules)
     ninja = shutil.which("ninja")
     if ninja is None:
         raise KernelError("no ninja: `pip install ninja`")
-    if subprocess.run([ninja, "-C", str(folder)], check=False).returncode:
+    command = [ninja, "-C", str(folder)]
+    if "no work to do" in subprocess.run([*command, "-n"], capture_output=True, text=True, check=False).stdout:
+        return library
+    print(f"kernels: compiling for {' '.join(archs)} (minutes the first time)", flush=True)
+    if subprocess.run(command, check=False).returncode:
         raise KernelError(f"the kernels did not compile; logs are in {folder}")
     return library
 
@@ -299,7 +304,9 @@ def main(argv: list[str]) -> int:
     archs = wanted_archs()
     parser = argparse.ArgumentParser(prog="python -m tools.kernels", description=__doc__.splitlines()[0])
     parser.add_argument("verb", choices=("build", "report", "hash", "bench", "gpu-report"))
-    parser.add_argument("--archs", nargs="+", default=archs, metavar="SM", help="default: $ARCHS, else %(default)s")
+    parser.add_argument(
+        "--archs", nargs="+", default=archs, metavar="SM", help=f"default: $ARCHS, now {' '.join(archs)}"
+    )
     parser.add_argument("--out", type=Path, default=OVERLAY_LIB, help="folder of the .so")
     parser.add_argument("--check", action="store_true", help="report: fail on spills or too much shared memory")
     args = parser.parse_args(argv)

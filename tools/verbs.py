@@ -208,6 +208,10 @@ def check(project: Project) -> None:
     if found:
         raise ForkError(f"{len(found)} problems in the series: see above")
     say(f"check: {len(files)} patches on sglang {lock.version} are exact, anchored and exported")
+    try:
+        checkout.require_untouched()
+    except ForkError as work_in_progress:
+        say(f"note: {work_in_progress}")
 
 
 def status(project: Project) -> None:

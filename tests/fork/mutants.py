@@ -109,6 +109,12 @@ MUTANTS = [
         "different_sources",
     ),
     ("verbs.py", "version = wheels[0].version", "pass", "spelt_in_many_ways"),
+    (
+        "verbs.py",
+        "        checkout.require_untouched()\n    except ForkError as work",
+        "        pass\n    except ForkError as work",
+        "what_is_not_exported",
+    ),
     ("verbs.py", "if project.rebase_state.exists():", "if False:", "wait_for_the_rebase"),
     ("verbs.py", "if saved := checkout.saved():", "if saved := []:", "discard_keeps"),
     ("wheel.py", 'os.environ["SOURCE_DATE_EPOCH"] = str(_TIME_UNIX_S)', "pass", "two_builds"),

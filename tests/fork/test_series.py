@@ -163,6 +163,13 @@ def test_check_refuses_a_series_of_150_lines(toy: Toy) -> None:
     assert "the series adds 150 lines" in toy.fork("check").stdout
 
 
+def test_check_notes_what_is_not_exported(hooked: Toy) -> None:
+    assert "note:" not in hooked.ok("check")
+    hooked.commit("sglang/server.py", "    check(port)", "    check(0)", "Mine", "sglang/server.py::serve")
+    last = hooked.ok("check").splitlines()[-1]
+    assert "note: build/checkout" in last and " Mine)" in last and "make export-patches" in last
+
+
 def test_check_refuses_a_stale_index_and_a_contradicting_requirement(hooked: Toy) -> None:
     (hooked.root / "patches" / "README.md").write_text("old\n")
     (hooked.root / "tools").mkdir()

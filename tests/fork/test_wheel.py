@@ -16,6 +16,7 @@ from tools.lock import read_lock
 from tools.project import Project
 from tools.wheel import KernelLibrary, build
 
+REPOSITORY = Path(__file__).parents[2]
 NAME = "sglang-1.0+sm120.1-{0}-{0}-manylinux_2_34_x86_64.whl"
 INFO = "sglang-1.0+sm120.1.dist-info/"
 
@@ -109,6 +110,15 @@ def test_wheel_is_rebuilt_when_and_only_when_something_changed(hooked: Toy, whee
     assert (wheels["cp311"].parent / NAME.format("cp311").replace("sm120.1", "sm120.2")).exists()
 
 
+def test_build_ends_with_the_line_that_installs_its_wheel(hooked: Toy) -> None:
+    hooked.ok("build", "--no-kernels")
+    hooked.release("1.1")
+    hooked.ok("rebase", "1.1")
+    last = hooked.ok("build", "--no-kernels").splitlines()[-1]
+    (wheel,) = (hooked.root / "build" / "dist").glob("sglang-1.1*")
+    assert last == f"install it with: pip install build/dist/{wheel.name}"
+
+
 def test_build_applies_first_and_refuses_unexported_commits(hooked: Toy) -> None:
     subprocess.run(["rm", "-r", hooked.checkout], check=True)
     hooked.ok("build", "--no-kernels")
@@ -137,5 +147,23 @@ def test_install_check_uninstall_leaves_nothing(hooked: Toy, tmp_path: Path) -> 
     assert run(str(tmp_path / "venv" / "bin" / "sglang-sm120")).stdout == "ours\n"
     complaints = run(str(python), "-m", "pip", "check").stdout.splitlines()
     assert complaints and all(line.startswith("sglang 1.0+sm120.1 requires ") for line in complaints)
-    assert run(str(python), "-m", "pip", "uninstall", "-y", "sglang").returncode == 0
+    uninstall = ("make", "-s", "-C", str(REPOSITORY), "uninstall", f"PY={python}")
+    assert "Successfully uninstalled" in run(*uninstall).stdout
     assert sorted((tmp_path / "venv").rglob("*")) == before
+    again = run(*uninstall)
+    assert (again.stdout, again.stderr) == ("nothing to uninstall: no sglang in .venv\n", "")
+
+
+def test_kernels_can_be_left_out_of_an_install() -> None:
+    def command(*variables: str) -> str:
+        make = ["make", "-n", "-C", str(REPOSITORY), "install", *variables]
+        return subprocess.run(make, capture_output=True, text=True, check=True).stdout
+
+    assert "install --kernels-if-nvcc" in command()
+    assert "install --no-kernels" in command("KERNELS=0")
+
+
+@pytest.mark.parametrize("verb", [(), ("build",), ("rebase",), ("drift",)])
+def test_help_is_for_users(toy: Toy, verb: tuple[str, ...]) -> None:
+    text = toy.ok(*verb, "--help")
+    assert "['" not in text and "``" not in text and "PROJECT" not in text

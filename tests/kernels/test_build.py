@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,46 @@ def test_host_and_python_agree_on_shared_memory(usages: list[kernels.Usage]) -> 
 def test_unknown_architecture_is_one_clear_error() -> None:
     with pytest.raises(kernels.KernelError, match="unknown architecture 'sm_75'"):
         kernels._gencode("sm_75")
+
+
+NVCC = """#!/bin/sh
+while [ $# -gt 0 ]; do
+  case $1 in -o) out=$2 ;; -MF) echo > $2 ;; esac
+  shift
+done
+touch $out
+"""
+
+
+@pytest.fixture
+def toy_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """`kernels.build` for one architecture, of one source and by a compiler that writes empty files."""
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    sources = tmp_path / "sources"
+    for folder in (nvcc.parent, sources):
+        folder.mkdir(parents=True)
+    nvcc.write_text(NVCC)
+    nvcc.chmod(0o755)
+    (sources / "a.cu").write_text("// a\n")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setattr(kernels, "BUILD", tmp_path / "build")
+    return lambda arch: kernels.build([arch], tmp_path / "lib", sources)
+
+
+def test_build_speaks_only_when_it_compiles(toy_build: Callable[[str], Path], capfd: pytest.CaptureFixture) -> None:
+    library = toy_build("sm_90")
+    assert library.exists() and "compiling for sm_90 (minutes the first time)" in capfd.readouterr().out
+    assert toy_build("sm_90") == library
+    assert capfd.readouterr().out == ""
+    library.unlink()
+    toy_build("sm_90")
+    assert library.exists()
+
+
+def test_unknown_architecture_is_refused_first(toy_build: Callable[[str], Path], capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(kernels.KernelError, match="unknown architecture 'sm_75'"):
+        toy_build("sm_75")
+    assert capfd.readouterr().out == "" and not kernels.BUILD.exists()
 
 
 def test_source_hash_follows_the_sources(tmp_path: Path) -> None:
