@@ -19,8 +19,8 @@ wheel: setup ## build the patched wheel with CUDA kernels into build/dist
 	@$(PY) -m tools.fork build $(WHEEL_FLAGS)
 install: setup ## build the wheel and install it into .venv; kernels where there is nvcc, none with KERNELS=0
 	@$(PY) -m tools.fork install $(if $(filter 0,$(KERNELS)),--no-kernels,--kernels-if-nvcc)
-serve-tiny: install ## serve the tiny model on the CPU until interrupted
-	@$(PY) -m tools.demo --serve
+serve-tiny: install ## [PORT=...] serve the tiny model on the CPU until interrupted
+	@$(PY) -m tools.demo --serve $(if $(PORT),--port $(PORT))
 demo: install ## [KERNELS=0] serve the tiny model on the CPU, ask it something, show which backend answered
 	@$(PY) -m tools.demo
 serve: setup ## MODEL=... serve a model on this machine's GPUs
@@ -41,7 +41,7 @@ lint: setup ## ruff over Python, mypy over tools and overlay, clang-format over 
 	@$(PY) -m tools.lint
 format: setup ## put the format of Python, C++ and CUDA right
 	@$(PY) -m tools.lint --fix
-soak: install ## 20 minutes of random clients, good and bad, against the CPU server
+soak: install ## [SOAK_FLAGS="--minutes 3"] 20 minutes of random clients, good and bad, against the CPU server
 	@$(PY) -m tools.soak $(SOAK_FLAGS)
 bench-e2e: setup ## MODEL=... [DRAFT=...] stock against ours, served on this machine's GPUs; goes on where it was
 	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat)) --draft "$(DRAFT)" --serve-flags="$(SERVE_FLAGS)" $(E2E_FLAGS)

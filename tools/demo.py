@@ -22,6 +22,15 @@ FLAGS = ["--dtype", "float32", "--enable-metrics", *DRAFTING, "--speculative-ddt
 # What is left up can be asked everything: `sglang-sm120 moe-balance` and `kv-map` need these.
 SERVE_FLAGS = ["--expert-distribution-recorder-mode", "stat"]
 SERVE_ENV = {"SGLANG_SM120_KV_COMPACT": "idle"}
+LEGEND = "(below a token, guesses at the next one; * was accepted)"
+
+
+def open_port(text: str) -> int:
+    """The port that `text` names, any free one for 0; refused here and not after the model has been loaded."""
+    try:
+        return server.free_port(int(text))
+    except (ValueError, OverflowError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"cannot listen at {text} ({error}); give another one, or none") from error
 
 
 def main() -> None:
@@ -29,19 +38,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder for the server's log")
     parser.add_argument("--serve", action="store_true", help="leave the server up until Ctrl-C")
+    parser.add_argument("--port", type=open_port, default="0", help="port of the server; default: a free one")
     args = parser.parse_args()
 
-    print(f"starting sglang {importlib.metadata.version('sglang')} on the CPU ...", flush=True)
+    version, url = importlib.metadata.version("sglang"), f"http://127.0.0.1:{args.port}"
+    print(f"starting sglang {version} on the CPU, to answer at {url} ...", flush=True)
     begin = time.monotonic()
     flags, env = ([*FLAGS, *SERVE_FLAGS], SERVE_ENV) if args.serve else (FLAGS, {})
-    with server.running(PAIR / "target", args.work / "server.log", flags, env) as up:
-        print(f"ready after {time.monotonic() - begin:.1f} s at {up.url}")
+    with server.running(PAIR / "target", args.work / "server.log", flags, env, port=args.port) as up:
+        print(f"ready after {time.monotonic() - begin:.1f} s")
         prompt = PreTrainedTokenizerFast.from_pretrained(PAIR / "target")(PROMPT).input_ids
         answer = up.generate([prompt], NEW_TOKENS, temperature=TEMPERATURE)[0]
         print(f"prompt:     {PROMPT!r}\ncompletion:\n{textwrap.indent(answer['text'], '  | ', lambda _: True)}")
         print_evidence(up)
         accepted = answer["meta_info"]["spec_accept_length"]
-        print(f"drafting:   DDTREE committed {accepted:.2f} tokens a step; one of its trees, * was accepted:")
+        print(f"drafting:   DDTREE committed {accepted:.2f} tokens a step; one of its trees {LEGEND}:")
         print(textwrap.indent(draw_tree.best_step(PAIR, prompt, answer["output_ids"]), "            "))
         if args.serve:
             print(f"serving at {up.url}; Ctrl-C ends it", flush=True)

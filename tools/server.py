@@ -89,10 +89,14 @@ def exit_on_signals(leave: Callable[[int], object] = sys.exit) -> None:
             signal.signal(number, end)
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
+def free_port(port: int = 0) -> int:
+    """A TCP port of the loopback interface that nothing listens on now, `port` if given.
+
+    Raises OSError if that one is in use or not for us, OverflowError if it is no port.
+    """
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what still closes there is no listener
+        probe.bind(("127.0.0.1", port))
         return probe.getsockname()[1]
 
 
@@ -104,12 +108,14 @@ def running(
     env: dict[str, str] | None = None,
     defaults: Sequence[str] = CPU_FLAGS,
     ready_timeout_s: float = READY_TIMEOUT_S,
+    port: int | None = None,
 ) -> Iterator[Server]:
     """Serve `model` with this interpreter's `sglang`, on the CPU by default; later `flags` override the `defaults`.
 
+    Without a `port` a free one is taken.
     Raises RuntimeError with the end of the log if the server dies or is not ready in time.
     """
-    port = free_port()
+    port = port or free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:

@@ -37,6 +37,8 @@ ENVIRONMENT = {"SGLANG_SM120_KV_COMPACT": "auto", "SGLANG_SM120_KV_COMPACT_BELOW
 CONTEXT_TOKENS = 1024
 CLIENTS = 64
 PAUSES = 6
+START_S, WAIT_S = (15, 60), (5, 30)
+"""How long the server takes to start, and at a pause the clients to get their last answers: free machine, busy one."""
 MEMORY_SLACK = 1.10
 """Resident memory at the last pause over that at a third of the time."""
 HANDLES_SLACK = 16
@@ -275,13 +277,27 @@ def judge(report: Report) -> None:
         report.complaints.append("compaction moved nothing: the soak did not test it")
 
 
+def as_minutes(minutes: float) -> str:
+    """With its unit."""
+    return f"{minutes:g} minute" if minutes == 1 else f"{minutes:g} minutes"
+
+
+def outlook(minutes: float, pauses: int) -> str:
+    """What comes, and how long it will take in all."""
+    least, most = (minutes + (start + pauses * wait) / 60 for start, wait in zip(START_S, WAIT_S, strict=True))
+    return (
+        f"{as_minutes(minutes)} of requests in {pauses} stretches; with the server's start and, after each stretch, "
+        f"the wait for the last answers, {least:.0f} to {most:.0f} minutes in all"
+    )
+
+
 def markdown(report: Report, minutes: float) -> str:
     """The page."""
     columns = ("minute", "slots_taken", "resident_mib", "file_handles", "compaction_passes")
     lines = [
         "# Soak of the CPU server",
         "",
-        f"{minutes:g} minutes, {CLIENTS} random clients at a time on the trained pair: DDTREE with a budget of 12,",
+        f"{as_minutes(minutes)}, {CLIENTS} random clients at a time on the trained pair: DDTREE with a budget of 12,",
         "compaction on `auto`, a pool of 8,192 tokens. Made by `make soak`. After each stretch the clients wait and",
         "the prefix cache is flushed: then no slot may be taken.",
         "",
@@ -304,14 +320,20 @@ def markdown(report: Report, minutes: float) -> str:
 def main() -> int:
     """Soak, write `soak.json` and `soak.md`; 1 if there is anything to complain of."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20)
-    parser.add_argument("--pauses", type=int, default=PAUSES, help="how often the clients wait and the pool is checked")
+    parser.add_argument("--minutes", type=float, default=20,
+                        help="of requests; start and pauses come on top (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--pauses", type=int, default=PAUSES,
+                        help="how often the clients wait and the pool is checked (default: %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="folder of soak.json, soak.md, server.log")
     args = parser.parse_args()
+    if args.minutes <= 0 or args.pauses <= 0:
+        parser.error("--minutes and --pauses must be above 0")
+    print(outlook(args.minutes, args.pauses), flush=True)
     report, log = Report(), Path("build/soak/server.log")
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         with server.running(PAIR / "target", log, FLAGS, ENVIRONMENT) as up:
+            print("the server is ready", flush=True)
             asyncio.run(soak(up, server_process(up), report, args.minutes, args.pauses))
         judge(report)
     except OSError as error:

@@ -41,3 +41,23 @@ def test_an_answer_that_is_not_allowed_is_a_complaint():
     report.answer("good", "500", {"200"})
     assert report.complaints == ["good was answered 500, not 200"]
     assert "| good: 500 | 1 |" in soak.markdown(report, 20)
+
+
+def test_how_long_it_will_take_is_said_first(monkeypatch, capsys, tmp_path):
+    def running(*_):
+        raise ConnectionError("not now")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(soak.server, "running", running)
+    monkeypatch.setattr("sys.argv", ["soak", "--minutes", "1"])
+    assert soak.main() == 1
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.startswith("1 minute of requests in 6 stretches; ") and said.endswith(" 2 to 5 minutes in all")
+
+
+@pytest.mark.parametrize("words", [["--minutes", "0"], ["--pauses", "0"]])
+def test_without_time_there_is_no_soak(words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["soak", *words])
+    with pytest.raises(SystemExit):
+        soak.main()
+    assert "must be above 0" in capsys.readouterr().err
