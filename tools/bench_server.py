@@ -169,9 +169,8 @@ def variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
             drafter = tiny_model.write_drafter(args.work / f"drafter{q}", model, block_size=int(q))
             chain = [*chain_flags(drafter), "--speculative-draft-window-size", str(DRAFT_WINDOW_TOKENS)]
             if algorithm == "ddtree":  # of one candidate a position: the chain, by DDTREE's captured step
-                chain += shlex.split(
-                    f"--speculative-algorithm DDTREE --speculative-ddtree-topk 1 --speculative-ddtree-budget {int(q) - 1}"
-                )
+                chain += shlex.split("--speculative-algorithm DDTREE --speculative-ddtree-topk 1")
+                chain += ["--speculative-ddtree-budget", str(int(q) - 1)]
         gpu = args.kv_dtypes.index(kv) % args.gpus
         flags[f"{who}-{mode}-{kv}"] = [
             *pool, *BACKENDS[who], *chain, "--kv-cache-dtype", kv, "--base-gpu-id", str(gpu),
