@@ -321,8 +321,9 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['read_gbps']:,} GB/s, matmul {report['matmul_tflops']} TFLOP/s. "
         f"Workspace {report['workspace_bytes']:,} B, whatever the shape.",
         "Milliseconds a layer, median of graph replays, one run. Triton is SGLang's extend kernel with mask (q > 1) or "
-        "its decode kernel (q = 1), and what SGLang chooses on sm_120. FlashMLA and FlashInfer's FA3 need Hopper's wgmma and "
-        "take no tree mask; FA2 is FlashInfer's too, on mma.sync as ours. FlashMLA reads 64-token pages in every row. "
+        "its decode kernel (q = 1), and what SGLang chooses on sm_120. "
+        "FlashMLA and FlashInfer's FA3 need Hopper's wgmma and take no tree mask; "
+        "FA2 is FlashInfer's too, on mma.sync as ours. FlashMLA reads 64-token pages in every row. "
         "GB/s and TFLOP/s count each latent row "
         "and each product once; the roof is the larger of bytes over read bandwidth and products over matmul rate.",
         "",

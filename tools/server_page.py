@@ -14,11 +14,12 @@ INTRODUCTION = """\
 
 {gpu}, torch {torch}; compiled for sm_90, run on sm_90. A random Kimi-shaped model: 8 layers, 8 heads
 (one TP-8 rank), latent 512 + 64, MoE; bf16 weights, page size 1, CUDA graphs, overlap scheduling on. Stock is the same
-wheel with Triton's decode and verify, which is what an sm_120 gets (left alone, upstream takes kernels for Hopper here, see
-kernel.md), and FlashInfer's prefill. Chain rows: DFLASH with 4 tokens a step (set, for the
+wheel with Triton's decode and verify, which is what an sm_120 gets (left alone, upstream takes kernels for Hopper here,
+see kernel.md), and FlashInfer's prefill. Chain rows: DFLASH with 4 tokens a step (set, for the
 drafter is random), a drafter with bf16 KV and a window of 4,096 tokens on both sides. All servers are up at once and
 take turns; rows of ddtree are DDTREE with one candidate a position, which is the same chain, against stock's DFLASH: no
-accept length is set there, and tok/s says what the step would give at 4 tokens. Medians of 5 turns (2 where a step takes over 150 ms). A step's time is the difference of two calls, divided
+accept length is set there, and tok/s says what the step would give at 4 tokens. Medians of 5 turns (2 where a step
+takes over 150 ms). A step's time is the difference of two calls, divided
 by the steps that one has more. The requests of a batch share all but their last 16 tokens. Steps under about 3 ms are
 bound by the host: launch and scheduler, the same on both sides. KV "auto" is bf16. A row or line names the kernel
 sources it ran on; notes say where one was taken otherwise. Made by `python -m tools.bench_server`; what is missing was
