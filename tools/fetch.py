@@ -48,7 +48,10 @@ def fetch_release(project: Project, version: str, python_tag: str) -> LockedWhee
 def releases(python_tag: str) -> list[str]:
     """The releases the package index offers for one Python, newest first."""
     text = _pip(python_tag, None, "index", "versions", DISTRIBUTION, stdout=subprocess.PIPE)
-    return text.partition("Available versions: ")[2].splitlines()[0].split(", ")
+    offered = re.search(r"^Available versions: (.+)$", text, re.MULTILINE)
+    if offered is None:  # pip calls that command experimental
+        raise ForkError("this pip does not list releases: name one (`make drift VERSION=...`, `make rebase TO=...`)")
+    return offered.group(1).split(", ")
 
 
 def _verify(project: Project, path: Path, wheel: LockedWheel, what_to_do: str) -> None:

@@ -159,9 +159,15 @@ def _row(name: str, values: list[float]) -> str:
 
 
 def main() -> None:
-    """Print the rows of the page's tables."""
-    for rows in (kv_rows(), kimi_rows(), other_rows()):
-        print("\n".join(rows), end="\n\n")
+    """Print the page's tables."""
+    sizes = " | ".join(f"{tokens:,} tokens" for tokens in CONTEXTS)
+    tables = {
+        f"| latent KV, GiB bf16 / fp8 | layers | KiB a token | {sizes} |": kv_rows(),
+        "| Kimi K2.x on 8x RTX PRO 6000, GiB a GPU | 185k bf16 | 185k fp8 | 256k bf16 | 256k fp8 |": kimi_rows(),
+        "| machine (GiB a GPU) | model | weights a GPU, GiB | left for KV, GiB | tokens bf16 / fp8 |": other_rows(),
+    }
+    for header, rows in tables.items():
+        print(header, "|---" * (header.count("|") - 1) + "|", *rows, "", sep="\n")
 
 
 if __name__ == "__main__":
