@@ -90,7 +90,7 @@ def _pip(python_tag: str, version: str | None, *words: str, stdout: int | None =
     result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
     if result.returncode != 0:
         raise ForkError(_explain(result.stderr, version, python_tag))
-    return result.stdout
+    return result.stdout or ""
 
 
 def _explain(stderr: str, version: str | None, python_tag: str) -> str:

@@ -92,8 +92,8 @@ def _rebase(project: Project, options: argparse.Namespace) -> None:
         pinned = read_lock(project.lock).version
         others = [version for version in releases(running_python_tag()) if version != pinned]
         raise ForkError(
-            f"rebase needs a release, `make rebase TO=VERSION`: the package index offers, besides the pinned {pinned}, "
-            f"{', '.join(others[:5]) or 'none'}"
+            f"rebase needs a release, `make rebase TO=VERSION` (or --continue, --abort): the package index offers, "
+            f"besides the pinned {pinned}, {', '.join(others[:5]) or 'none'}"
         )
 
 

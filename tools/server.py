@@ -25,6 +25,7 @@ CPU_FLAGS = shlex.split(
     "--context-length 8192 --skip-server-warmup --sleep-on-idle"
 )
 READY_TIMEOUT_S = 300
+KILLED_WITHIN_S = 30
 # OpenMP's threads spin where they wait, by default: beside another busy process a step of milliseconds takes seconds.
 SERVER_ENV = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
 # Beside the server a shell waits for the end of its input, a pipe that this process holds: however this process ends,
@@ -79,7 +80,8 @@ def exit_on_signals(leave: Callable[[int], object] = sys.exit) -> None:
     """
 
     def end(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: to its child, then to the group
+        for again in (signal.SIGTERM, signal.SIGHUP):  # `timeout` sends one twice, service managers send both
+            signal.signal(again, signal.SIG_IGN)
         for process in tuple(_processes):
             _stop(process)
         leave(128 + number)
@@ -156,7 +158,11 @@ def _stop(process: subprocess.Popen) -> None:
     """End the whole session: the scheduler and detokenizer are children of their own."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()  # waits, and closes the guard's pipe
+    # Without a limit a handler that interrupts this wait could not wait for the same process: the wait holds a lock.
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED_WITHIN_S)
+    assert process.stdin is not None  # the guard's pipe
+    process.stdin.close()
 
 
 def _tail(log: Path, lines: int = 25) -> str:

@@ -122,8 +122,8 @@ def main() -> None:
     )
     moe_balance.add_arguments(verb)
     verb.set_defaults(run=moe_balance.main)
-    args = parser.parse_args()
     try:
+        args = parser.parse_args()
         code = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output, `head` say, has enough

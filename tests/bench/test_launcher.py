@@ -73,6 +73,7 @@ class Fifo:
 def fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fifo]:
     """Of the stand-in, which the launcher will find in sglang's place."""
     (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()  # or the installed sglang would be found, although it comes later
     (tmp_path / "sglang" / "launch_server.py").write_text(STAND_IN)
     for name, value in {"PYTHONPATH": f"{tmp_path}:{ROOT}", "FIFO": tmp_path / "fifo", "LOG": tmp_path / "log"}.items():
         monkeypatch.setenv(name, str(value))
@@ -88,6 +89,34 @@ def test_a_signal_ends_tool_and_server(fifo, number, code):
     tool.send_signal(number)
     assert tool.wait(20) == code
     fifo.wait(select.POLLHUP)
+
+
+def test_signals_on_each_others_heels_end_tool_and_server(fifo):
+    """As a service manager sends them; whichever comes first."""
+    tool = subprocess.Popen([sys.executable, "-c", TOOL], cwd=ROOT)
+    fifo.wait(select.POLLIN)
+    tool.send_signal(signal.SIGTERM)
+    tool.send_signal(signal.SIGHUP)
+    assert tool.wait(20) in (129, 143)
+    fifo.wait(select.POLLHUP)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_while_a_server_is_ended_does_not_hold_up_the_exit(fifo, number):
+    """The handler ends the server that `_stop` waits for already."""
+    slow = f"""{IMPORTS}
+import signal, subprocess
+server.exit_on_signals()
+process = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, start_new_session=True)
+server._processes.add(process)
+signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), {number}))
+os.killpg = lambda *_: signal.setitimer(signal.ITIMER_REAL, 0.5)  # it does not die at once
+threading = __import__("threading")
+threading.Timer(3, process.kill).start()
+server._stop(process)
+"""
+    tool = subprocess.Popen([sys.executable, "-c", slow], cwd=ROOT)
+    assert tool.wait(20) == 128 + number
 
 
 def test_a_closed_terminal_ends_tool_and_server(fifo):

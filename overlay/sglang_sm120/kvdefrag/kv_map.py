@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
         maps = {"as it is": state["map_after"]}
         said = "the pool as it is: nothing had to be moved so far"
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(maps).save(arguments.out)
+    draw(maps).save(arguments.out, format="PNG")
     print(f"{arguments.out}: {said}")
     if state["mean_run_length"]:
         print(f"running requests: mean run {state['mean_run_length']:.1f} units, contiguity {state['contiguity']:.3f}")

@@ -220,7 +220,8 @@ def in_lists(new_unit: torch.Tensor, length: int) -> list[Chunk]:
 
     The cycles are laid out one after another and cut into lists. In a list, the units of a cycle change places in a
     circle. So where a cycle lies in several, the first unit of each part, which should go to the list before, lands at
-    the end of its own; the second chunk, two units a list at most, sees to those.
+    the end of its own; the second chunk, two units a list at most, sees to those. It is a single list: a pass of more
+    than some three thousand lists would be too much for `move_kv`, which then raises, and `commit` undoes the first.
     """
     device = new_unit.device
     places = (new_unit != torch.arange(len(new_unit), device=device)).nonzero().view(-1)

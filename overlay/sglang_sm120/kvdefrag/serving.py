@@ -148,14 +148,14 @@ class Defragmenter:
         self._pools = [compactor.Pool(pool_buffers(pool), page) for pool in kv_pools(scheduler)]
         unit_bytes = sum(pool.unit_bytes for pool in self._pools)
         seconds = settings.compact_ms / 1000
-        # Where tests force a pass every step, anything that closes a gap is worth moving.
+        # Where tests force a pass every step, much less is worth moving.
         self._units_per_gap = WINDOW_UNITS if settings.compact is When.EVERY_STEP else planner.UNITS_PER_GAP
         self._budget_units = int(seconds * move_bytes_per_s(scheduler.device) / (2 * unit_bytes))
 
     # -- triggers --
 
     def ask(self, start: bool) -> bool:
-        """Compact at the next safe points until nothing is left to gain, or stop all passes until asked to start.
+        """Compact at the next safe points until no pass is worth it, or stop all passes until asked to start.
 
         False, and the reason in the log, where compaction is refused.
         """
@@ -184,7 +184,7 @@ class Defragmenter:
         self._pace.step()
 
     def when_idle(self) -> None:
-        """Compact until nothing is left to gain; upstream calls this again and again, with time to poll in between."""
+        """Compact until no pass is worth it; upstream calls this again and again, with time to poll in between."""
         self._pace.pause()
         wanted = self._asked or self._settings.compact in (When.IDLE, When.AUTO)
         if self._refusal or self._stopped or self._idle_done or not wanted or not self._scheduler.is_fully_idle():
