@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from git import Repo
 
-from tools.errors import ForkError, say
+from tools.errors import FORK, ForkError, say
 from tools.git import IDENTITY, IMPORT_DATE, init_repo, open_repo, resolve
 from tools.project import Project
 
@@ -114,7 +114,7 @@ class Checkout:
             raise ForkError(
                 f"build/checkout has uncommitted changes ({_some([line[3:] for line in files])}): "
                 "commit them there and run `make export-patches`, "
-                "or drop them with `.venv/bin/python -m tools.fork apply --discard`"
+                f"or drop them with `{FORK} apply --discard`"
             )
 
     def require_untouched(self) -> None:
@@ -124,7 +124,7 @@ class Checkout:
             found = _some(self.own_commits()) or "a patch was dropped there"
             raise ForkError(
                 f"build/checkout is not at the applied series ({found}): keep that with `make export-patches`, "
-                "or go back with `.venv/bin/python -m tools.fork apply --discard`"
+                f"or go back with `{FORK} apply --discard`"
             )
 
     # -- moves ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from unidiff import PatchSet
 
 from tools.anchors import anchors_of, missing_anchors
 from tools.checkout import Checkout, keep
-from tools.errors import ForkError, say
+from tools.errors import FORK, ForkError, say
 from tools.fetch import releases
 from tools.git import IDENTITY, open_repo
 from tools.lock import Lock, read_lock, write_lock
@@ -35,7 +35,7 @@ ABSORBED = "absorbed"
 GONE = "target gone"
 BROKEN = "broken"
 _WRITTEN = "upstream.lock patches docs/upgrades"
-_COMMAND = "`.venv/bin/python -m tools.fork rebase --continue"
+_COMMAND = f"`{FORK} rebase --continue"
 _NEXT_STEP = {
     MOVED: f"accept that with {_COMMAND} --accept {{slug}}`, or move the lines in build/rebase and {_COMMAND}`",
     PARTLY: f"accept what is left with {_COMMAND} --accept {{slug}}`, or correct build/rebase and {_COMMAND}`",
@@ -316,15 +316,15 @@ def _finish(project: Project, checkout: Checkout, state: State) -> None:
         untouched = checkout.head == state.old_tip == checkout.applied and not checkout.changed_files()
         if not untouched or read_lock(project.lock) != old:
             raise ForkError(
-                "build/checkout or upstream.lock changed since the rebase began: give it up with `.venv/bin/python -m "
-                "tools.fork rebase --abort`, keep the change with `make export-patches`, and begin again"
+                "build/checkout or upstream.lock changed since the rebase began: "
+                f"give it up with `{FORK} rebase --abort`, keep the change with `make export-patches`, and begin again"
             )
     texts, patches, tip = canonical_series(project, checkout, state.new_base, state.tip)
     dropped = [slug for slug, _ in state.results if slug in state.drop]
     if len(texts) != old.patch_count - len(dropped):
         raise ForkError(
             f"{old.patch_count} patches before, {len(dropped)} dropped, but {len(texts)} after: a patch was lost, "
-            "`.venv/bin/python -m tools.fork rebase --abort` and report this"
+            f"`{FORK} rebase --abort` and report this"
         )
     new = replace(new, series_tree=checkout.tree(tip), patch_count=len(texts))
     range_diff = checkout.repo.git.range_diff(

@@ -11,7 +11,7 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 from tools.checkout import Checkout
-from tools.errors import ForkError, say
+from tools.errors import FORK, ForkError, say
 from tools.fetch import fetch, fetch_release
 from tools.lock import Lock, read_lock, write_lock
 from tools.project import PYTHON_TAGS, Project, running_python_tag
@@ -104,7 +104,7 @@ def apply(project: Project, *, discard: bool = False, relock: bool = False) -> N
                 f"patches/ ({len(files)} patches) gives tree {tree}, upstream.lock says {lock.patch_count} patches and "
                 f"{lock.series_tree}: a patch was edited, lost or added outside the tool; restore patches/ and "
                 "upstream.lock with git, or accept patches/ as it is with "
-                "`.venv/bin/python -m tools.fork apply --relock`"
+                f"`{FORK} apply --relock`"
             )
         write_lock(project.lock, replace(lock, series_tree=tree, patch_count=len(files)))
     if discard:
@@ -231,7 +231,7 @@ def status(project: Project) -> None:
     state = "as applied" if checkout.head == checkout.applied else f"own commits: {len(checkout.own_commits())}"
     print(f"checkout      {state}, uncommitted files: {len(checkout.changed_files())}")
     if project.rebase_state.exists():
-        print("rebase        in progress: `.venv/bin/python -m tools.fork rebase --continue` or `--abort`")
+        print(f"rebase        in progress: `{FORK} rebase --continue` or `--abort`")
 
 
 def bump(project: Project) -> None:
@@ -249,10 +249,7 @@ def clean(project: Project, *, force: bool) -> None:
         checkout = Checkout.open(project)
         checkout.require_untouched()
         if saved := checkout.saved():
-            raise ForkError(
-                f"build/checkout keeps work of yours ({saved[0]}): "
-                "`.venv/bin/python -m tools.fork clean --force` loses it"
-            )
+            raise ForkError(f"build/checkout keeps work of yours ({saved[0]}): `{FORK} clean --force` loses it")
     for path in project.build.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -265,8 +262,7 @@ def refuse_during_rebase(project: Project) -> None:
     if project.rebase_state.exists():
         raise ForkError(
             "a rebase is in progress in build/rebase: finish it with "
-            "`.venv/bin/python -m tools.fork rebase --continue` or drop it with "
-            "`.venv/bin/python -m tools.fork rebase --abort`"
+            f"`{FORK} rebase --continue` or drop it with `{FORK} rebase --abort`"
         )
 
 
