@@ -11,7 +11,6 @@ import pytest
 from tools import server
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 EXIT_CODE = pytest.StashKey[int]()
 
 
@@ -34,9 +33,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
     """Code under test leaves the handlers alone: with its own, a signal would end one test and not the session."""
-    before = [signal.getsignal(number) for number in SIGNALS]
+    before = [signal.getsignal(number) for number in server.ENDING_SIGNALS]
     yield
-    assert [signal.getsignal(number) for number in SIGNALS] == before, "a test may not call exit_on_signals"
+    assert [signal.getsignal(number) for number in server.ENDING_SIGNALS] == before, (
+        "a test may not call exit_on_signals"
+    )
 
 
 @pytest.fixture(scope="session")

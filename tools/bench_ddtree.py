@@ -38,6 +38,7 @@ ANSWER_TOKENS, TEXTS = 128, 8
 # The adaptive width learns for so long before a row is measured.
 LEARNING_S = 10.0
 EXCERPT_STRIDE = 997
+REQUEST_TIMEOUT_S = 600  # a batch of long prompts may have to be read first
 PROFILED = [(1, 32_768), (16, 32_768)]
 # The first of them read the prompts; as many tokens as keep the batch running until the trace is whole.
 PROFILED_STEPS, PROFILED_TOKENS = 24, 400
@@ -85,9 +86,7 @@ def prompts_of_many_lengths(text: list[int]) -> list[list[int]]:
 
 def answer(up: server.Server, encoded: str, tokens: int) -> list[tuple[float, int]]:
     """Seconds and steps that each of the prompts, `encoded` as JSON, takes for `tokens`."""
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
-    infos = [answer["meta_info"] for answer in up.post("/generate", body)]
+    infos = bench_server.ask_encoded(up, encoded, tokens, REQUEST_TIMEOUT_S)
     return [(info["e2e_latency"], info.get("spec_verify_ct", tokens - 1)) for info in infos]
 
 

@@ -147,6 +147,13 @@ def ask(up: server.Server, prompts: list[list[int]], new_tokens: int, **more: An
     return up.post("/generate", {"input_ids": prompts, "sampling_params": sampling} | more, REQUEST_TIMEOUT_S)
 
 
+def ask_encoded(up: server.Server, encoded: str, new_tokens: int, timeout_s: float) -> list[dict[str, Any]]:
+    """What the server says of each greedy answer to prompts that are JSON already: long ones take seconds to encode."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
+    return [answer["meta_info"] for answer in up.post("/generate", body, timeout_s)]
+
+
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result with the machine it was measured on."""
     import torch
@@ -223,9 +230,7 @@ def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) 
     def run_steps(who: str, steps: int) -> list[dict[str, Any]]:
         """What the server says of each request that takes about so many steps."""
         tokens = steps * (SIMULATED_ACCEPT_LEN if "-chain-" in variant(who, mode, kv) else 1)
-        sampling = {"temperature": 0, "max_new_tokens": 1 + tokens, "ignore_eos": True}
-        body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
-        return [answer["meta_info"] for answer in ups[who].post("/generate", body, REQUEST_TIMEOUT_S)]
+        return ask_encoded(ups[who], encoded, 1 + tokens, REQUEST_TIMEOUT_S)
 
     def seconds(who: str, steps: int) -> tuple[float, float]:
         """When the first and the last request are done, by the server's clock."""

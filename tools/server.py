@@ -26,6 +26,7 @@ CPU_FLAGS = shlex.split(
 )
 READY_TIMEOUT_S = 300
 KILLED_WITHIN_S = 30
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 # OpenMP's threads spin where they wait, by default: beside another busy process a step of milliseconds takes seconds.
 SERVER_ENV = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
 # Beside the server a shell waits for the end of its input, a pipe that this process holds: however this process ends,
@@ -80,13 +81,13 @@ def exit_on_signals(leave: Callable[[int], object] = sys.exit) -> None:
     """
 
     def end(number: int, _: object) -> None:
-        for again in (signal.SIGTERM, signal.SIGHUP):  # `timeout` sends one twice, service managers send both
+        for again in ENDING_SIGNALS:  # `timeout` sends one twice, service managers send both
             signal.signal(again, signal.SIG_IGN)
         for process in tuple(_processes):
             _stop(process)
         leave(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, end)
 

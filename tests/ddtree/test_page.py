@@ -111,7 +111,7 @@ def test_a_step_is_timed_while_all_of_the_batch_runs():
     """One request commits 4 tokens a step of 10 ms; the other 2, and its steps are faster once it is alone."""
     seen = []
 
-    def post(_path, body):
+    def post(_path, body, _timeout_s):
         tokens = json.loads(body)["sampling_params"]["max_new_tokens"]
         seen.append(tokens)
         fast, slow = tokens // 4, tokens // 2
