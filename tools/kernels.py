@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -63,6 +64,15 @@ def find_nvcc() -> str:
             "`.venv/bin/pip install " + " ".join(PIP_TOOLKIT) + "`"
         )
     return nvcc
+
+
+def find_ninja() -> str:
+    """ninja of this Python's environment, else on PATH: two releases taking turns would compile everything again."""
+    own = sysconfig.get_path("scripts")
+    ninja = shutil.which("ninja", path=own) or shutil.which("ninja")
+    if ninja is None:
+        raise KernelError(f"no ninja: `{sys.executable} -m pip install ninja`")
+    return ninja
 
 
 def _pip_nvcc() -> str | None:
@@ -150,10 +160,7 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
     (folder / "build.ninja").write_text(rules)
-    ninja = shutil.which("ninja")
-    if ninja is None:
-        raise KernelError("no ninja: `pip install ninja`")
-    command = [ninja, "-C", str(folder)]
+    command = [find_ninja(), "-C", str(folder)]
     if "no work to do" in subprocess.run([*command, "-n"], capture_output=True, text=True, check=False).stdout:
         return library
     print(f"kernels: compiling for {' '.join(archs)} (minutes the first time)", flush=True)

@@ -66,10 +66,11 @@ def test_unknown_architecture_is_one_clear_error() -> None:
 
 NVCC = """#!/bin/sh
 while [ $# -gt 0 ]; do
-  case $1 in -o) out=$2 ;; -MF) echo > $2 ;; esac
+  case $1 in -o) out=$2 ;; -MF) rules=$2 ;; esac
   shift
 done
 touch $out
+if [ $rules ]; then echo "$out:" > $rules; fi
 """
 
 
@@ -102,6 +103,22 @@ def test_unknown_architecture_is_refused_first(toy_build: Callable[[str], Path],
     with pytest.raises(kernels.KernelError, match="unknown architecture 'sm_75'"):
         toy_build("sm_75")
     assert capfd.readouterr().out == "" and not kernels.BUILD.exists()
+
+
+def test_the_ninja_of_this_python_comes_before_the_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two releases taking turns read each other's logs as stale and compile everything again."""
+    own, other = (tmp_path / name / "ninja" for name in ("own", "other"))
+    for ninja in (own, other):
+        ninja.parent.mkdir()
+        ninja.touch(mode=0o755)
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda _: str(own.parent))
+    monkeypatch.setenv("PATH", str(other.parent))
+    assert kernels.find_ninja() == str(own)
+    own.unlink()
+    assert kernels.find_ninja() == str(other)
+    other.unlink()
+    with pytest.raises(kernels.KernelError, match="no ninja: .* -m pip install ninja"):
+        kernels.find_ninja()
 
 
 def test_source_hash_follows_the_sources(tmp_path: Path) -> None:
