@@ -117,7 +117,7 @@ def test_the_ninja_of_this_python_comes_before_the_one_on_path(tmp_path: Path, m
     own.unlink()
     assert kernels.find_ninja() == str(other)
     other.unlink()
-    with pytest.raises(kernels.KernelError, match="no ninja: .* -m pip install ninja"):
+    with pytest.raises(kernels.KernelError, match="-m pip install ninja"):
         kernels.find_ninja()
 
 
