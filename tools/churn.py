@@ -235,7 +235,6 @@ class World:
             is_fully_idle=lambda: True,
             device=self.device,
             last_batch="last",
-            forward_stream=torch.cuda.current_stream() if self.device != "cpu" else None,
         )
 
     def survey(self) -> Survey:

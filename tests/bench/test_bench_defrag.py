@@ -66,12 +66,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch):
         "CUDAGraph": Graph,
         "graph": lambda graph: graph,
         "synchronize": lambda: None,
-        "current_stream": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(serving, "move_bytes_per_s", lambda _: 3e9)
     monkeypatch.setattr(serving, "PASS_SHARE", 1.0)  # on a busy machine a pass takes long
-    monkeypatch.setattr(serving.Defragmenter, "_let_gpu_go_on", lambda _: None)
     monkeypatch.setattr(ops, "mla_verify", lambda *_, **__: None)
     monkeypatch.setattr(bench_defrag, "median_ms", lambda call: call() and 1.0)
     with OnTheCpu():

@@ -220,7 +220,7 @@ class Defragmenter:
             self._refusal = f"a pass failed and was undone: {error}"
             logger.exception("KV compaction is off from now on")
         seconds = time.perf_counter() - begin
-        # The GPU goes on moving after that, for what the budget allows at most.
+        # The GPU goes on moving after that, for what the budget allows at most; upstream's next forward waits for it.
         steps = self._agree(self._pace.steps_for(seconds + self._settings.compact_ms / 1000))
         if self._refusal:
             return False
@@ -299,10 +299,6 @@ class Defragmenter:
     def _wait_for_gpu(self) -> None:
         if torch.device(self._scheduler.device).type == "cuda":
             torch.cuda.synchronize()
-
-    def _let_gpu_go_on(self) -> None:
-        if torch.device(self._scheduler.device).type == "cuda":
-            self._scheduler.forward_stream.wait_stream(torch.cuda.current_stream())
 
     def report(self) -> dict[str, Any]:
         """For `/server_info`: refusal, counts, a census, and the pool before and after the last series of passes."""
