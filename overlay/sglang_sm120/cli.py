@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,8 +20,8 @@ def doctor(url: str | None, api_key: str | None = None) -> int:
     """Print the facts that decide what runs. Exit code: 0 a GPU can serve, 1 only the CPU can, 2 something is wrong."""
     for name, value in _facts():
         _print_fact(name, value)
-    if url and not _print_server(url, api_key):
-        return 2
+    if url:
+        _print_server(url, api_key)
     problems = list(_problems())
     for problem in problems:
         _print_fact("problem", problem)
@@ -82,54 +82,55 @@ def _problems() -> Iterator[str]:
         yield f"the kernels are not built for this GPU, {wanted}: build the wheel with ARCHS={wanted} before make"
 
 
-def _print_server(url: str, api_key: str | None) -> bool:
-    """Print what a running server chose, and its hooks; False if it cannot be asked or is not ours."""
-    try:
-        (state, *_) = client.server_info(url, api_key)["internal_states"]
-        facts = state["sm120"]
-    except KeyError:
-        print(
-            f"error: the server at {url} runs without this package's hooks: start it from this wheel", file=sys.stderr
-        )
-        return False
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return False
+def _print_server(url: str, api_key: str | None) -> None:
+    """Print what a running server chose, and its hooks. RuntimeError if it cannot be asked or is not ours."""
+    (state, *_) = client.server_info(url, api_key)["internal_states"]
+    if "sm120" not in state:
+        raise RuntimeError(f"the server at {url} runs without this package's hooks: start it from this wheel")
+    facts = state["sm120"]
     hooks = facts.pop("hooks").split(", ")
     for name, value in facts.items():
         _print_fact(f"server {name}", value)
     for hook in hooks:
         _print_fact("server hook", hook)
-    return True
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    parser = argparse.ArgumentParser(prog="sglang-sm120", description=__doc__)
-    version = f"sglang {importlib.metadata.version('sglang')}"
-    parser.add_argument("--version", action="version", version=version)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser(
-        "doctor", help="GPU, kernels, patches, and what a running server chose", description=doctor.__doc__
-    )
-    client.add_arguments(verb.add_argument_group("also ask a server (only if --url is given)"), default_url=None)
-    verb.set_defaults(run=lambda args: doctor(args.url, args.api_key))
-    verb = verbs.add_parser("kv-map", help="a picture of a running server's KV pool", description=kv_map.__doc__)
-    kv_map.add_arguments(verb)
-    verb.set_defaults(run=kv_map.main)
-    verb = verbs.add_parser(
-        "moe-balance", help="expert load, what it costs, what helps", description=moe_balance.__doc__
-    )
-    moe_balance.add_arguments(verb)
-    verb.set_defaults(run=moe_balance.main)
+def main(words: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; what goes wrong is one line on stderr."""
     try:
-        args = parser.parse_args()
+        args = _parser().parse_args(words)
         code = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output, `head` say, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail once more
         code = 1
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = args.error_code
     sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Each verb's `run` does it and returns the exit code, None for 0."""
+    parser = argparse.ArgumentParser(prog="sglang-sm120", description=__doc__)
+    version = f"sglang {importlib.metadata.version('sglang')}"
+    parser.add_argument("--version", action="version", version=version)
+    parser.set_defaults(error_code=1)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser(
+        "doctor", help="GPU, kernels, patches, and what a running server chose", description=doctor.__doc__
+    )
+    client.add_arguments(verb.add_argument_group("also ask a server (only if --url is given)"), default_url=None)
+    verb.set_defaults(run=lambda args: doctor(args.url, args.api_key), error_code=2)
+    verb = verbs.add_parser("kv-map", help="a picture of a running server's KV pool", description=kv_map.__doc__)
+    kv_map.add_arguments(verb)
+    verb.set_defaults(run=kv_map.run)
+    verb = verbs.add_parser(
+        "moe-balance", help="expert load, what it costs, what helps", description=moe_balance.__doc__
+    )
+    moe_balance.add_arguments(verb)
+    verb.set_defaults(run=moe_balance.run)
+    return parser
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from sglang_sm120 import cli, client
 from sglang_sm120.attention import report
 
@@ -66,20 +67,32 @@ def test_something_else_there(body):
         ([], "give --api-key the server's admin key"),
     ],
 )
-def test_the_doctor_asks_with_the_key(arguments, says, monkeypatch, capsys):
-    with answering(json.dumps(INFO), key="secret") as url:
-        monkeypatch.setattr("sys.argv", ["sglang-sm120", "doctor", "--url", url, *arguments])
-        with pytest.raises(SystemExit):
-            cli.main()
+def test_the_doctor_asks_with_the_key(arguments, says, capsys):
+    with answering(json.dumps(INFO), key="secret") as url, pytest.raises(SystemExit):
+        cli.main(["doctor", "--url", url, *arguments])
     said = capsys.readouterr()
     assert says in said.out + said.err
 
 
-def test_a_reader_who_has_enough_is_no_error():
+@pytest.mark.parametrize(
+    ("info", "says"), [(None, "no server answers at"), ({"internal_states": [{}]}, "this package's hooks")]
+)
+def test_the_doctor_says_what_is_wrong_with_the_server(info, says, capsys):
+    """After the facts of this machine, with an exit code that tells it from a machine without a GPU."""
+    with answering(json.dumps(info)) as url, pytest.raises(SystemExit) as end:
+        cli.main(["doctor", "--url", url if info else f"http://127.0.0.1:{server.free_port()}"])
+    said = capsys.readouterr()
+    assert end.value.code == 2 and "kernel library" in said.out
+    assert said.err.startswith("error: ") and says in said.err and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["moe-balance", "--record", "dump.pt"]])
+def test_a_reader_who_has_enough_is_no_error(words, tmp_path):
     """As in `sglang-sm120 doctor | head -0`."""
-    command = [sys.executable, "-m", "sglang_sm120.cli", "doctor"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    torch.save({"logical_count": torch.ones(2, 2, 8)}, tmp_path / "dump.pt")
+    command = [sys.executable, "-m", "sglang_sm120.cli", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     said = process.stderr.read()
-    assert process.wait() == 1 and "BrokenPipe" not in said
+    assert process.wait() == 1 and "roken" not in said

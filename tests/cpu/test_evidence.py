@@ -60,11 +60,6 @@ def test_the_doctor_prints_them(server, capsys):
     assert re.search(r"^server attention +sm120_mla \(asked for\)$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_the_doctor_says_where_no_server_answers(capsys):
-    assert cli.doctor(f"http://127.0.0.1:{launcher.free_port()}") == 2
-    assert "no server answers" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("capability", "said"), [((12, 0), ""), ((8, 0), "not built for this GPU, sm_80")])
 def test_the_doctor_compares_the_librarys_targets_with_the_gpu(monkeypatch, tmp_path, capability, said):
     library = tmp_path / "lib.so"

@@ -125,11 +125,8 @@ def test_no_map_yet_says_what_to_do(state, says, tmp_path):
         kv_map.run(argparse.Namespace(url=url, out=tmp_path / "kv.png", api_key=None))
 
 
-def test_the_command_says_what_went_wrong_in_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        sys, "argv", ["sglang-sm120", "kv-map", "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "x")]
-    )
+def test_the_command_says_what_went_wrong_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        cli.main(["kv-map", "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "x")])
     assert end.value.code == 1
     assert capsys.readouterr().err.startswith("error: no server answers at http://127.0.0.1:9 (")

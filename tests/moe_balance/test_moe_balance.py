@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import threading
@@ -13,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sglang_sm120 import moe_balance
+from sglang_sm120 import cli
 from sglang_sm120.moe_balance import cost, recording, report
 
 from tests.cpu.answering import answering
@@ -29,9 +28,9 @@ def dump(path: Path, counts: torch.Tensor) -> Path:
 
 
 def run(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    moe_balance.add_arguments(parser)
-    return moe_balance.main(parser.parse_args([str(word) for word in words]))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["moe-balance", *map(str, words)])
+    return end.value.code or 0
 
 
 def skewed(steps: int = 24, layers: int = 3, experts: int = 16, tokens: int = 4096) -> torch.Tensor:

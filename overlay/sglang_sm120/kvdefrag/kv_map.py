@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import colorsys
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,16 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("kv-map.png"), help="the picture to write (default kv-map.png)"
     )
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """`run`, with what went wrong as one line on stderr; the exit code."""
-    try:
-        run(arguments)
-    except (RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def run(arguments: argparse.Namespace) -> None:

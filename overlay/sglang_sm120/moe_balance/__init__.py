@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from sglang_sm120 import client
@@ -38,16 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("moe-balance"), help="writes OUT.json and OUT.png (default moe-balance)"
     )
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """`run`, with what went wrong as one line on stderr; the exit code."""
-    try:
-        run(arguments)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def run(arguments: argparse.Namespace) -> None:
