@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 
 import numpy as np
@@ -42,13 +43,39 @@ def visible(tree: T.DraftTree) -> torch.Tensor:
     return unpack_mask(tree.words, tree.width)
 
 
+def heap_tree(log_probs: np.ndarray, budget: int) -> list[tuple[int, int, int]]:
+    """The paper's search for one request, plainly: (parent, depth, rank) of the nodes after the root, in pop order.
+
+    log_probs: `[D, K]` float32, descending along K. Candidates of zero probability are never taken.
+    """
+    depths, ranks = log_probs.shape
+    masses = [np.float32(0.0)]
+    nodes: list[tuple[int, int, int]] = []
+    frontier: list[tuple[np.float32, int, int, int]] = []
+
+    def offer(parent: int, depth: int, rank: int) -> None:
+        if depth <= depths and rank < ranks:
+            mass = masses[parent] + np.minimum(log_probs[depth - 1, rank], np.float32(0.0))
+            if np.isfinite(mass):
+                heapq.heappush(frontier, (-mass, depth, rank, parent))
+
+    offer(0, 1, 0)
+    while frontier and len(nodes) < budget:
+        cost, depth, rank, parent = heapq.heappop(frontier)
+        nodes.append((parent, depth, rank))
+        masses.append(-cost)
+        offer(parent, depth, rank + 1)
+        offer(len(nodes), depth + 1, 0)
+    return nodes
+
+
 @settings(max_examples=150, deadline=None)
 @given(drafts())
 def test_torch_tree_is_the_heap_tree(case):
     ids, log_probs, budget = case
     tree = T.build_trees_torch(roots_of(ids), ids, log_probs, budget)
     for b in range(len(ids)):
-        nodes = T.heap_tree(log_probs[b].numpy(), budget)
+        nodes = heap_tree(log_probs[b].numpy(), budget)
         padding = budget - len(nodes)
         assert tree.parents[b].tolist() == [-1, *(p for p, _, _ in nodes), *[-1] * padding]
         assert tree.depths[b].tolist() == [0, *(d for _, d, _ in nodes), *[0] * padding]

@@ -10,17 +10,16 @@ of those distributions: best-first search pops the best candidate, which offers 
 ```
 
 Candidates are ordered by mass (sum of float32 log-probabilities), then smaller depth, rank and parent index; the order
-is total, so the heap here, the batched torch version and the Triton kernels give the same tree to the bit.
+is total, so the batched torch version and the Triton kernels give the same tree to the bit, that of a plain heap
+(`tests/ddtree/test_tree.py`).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,32 +105,6 @@ class Path:
     commit_lens: Tensor
     bonus: Tensor
     ends: Tensor
-
-
-def heap_tree(log_probs: np.ndarray, budget: int) -> list[tuple[int, int, int]]:
-    """The paper's search for one request, plainly: (parent, depth, rank) of the nodes after the root, in pop order.
-
-    log_probs: `[D, K]` float32, descending along K. Candidates of zero probability are never taken.
-    """
-    depths, ranks = log_probs.shape
-    masses = [np.float32(0.0)]
-    nodes: list[tuple[int, int, int]] = []
-    frontier: list[tuple[np.float32, int, int, int]] = []
-
-    def offer(parent: int, depth: int, rank: int) -> None:
-        if depth <= depths and rank < ranks:
-            mass = masses[parent] + np.minimum(log_probs[depth - 1, rank], np.float32(0.0))
-            if np.isfinite(mass):
-                heapq.heappush(frontier, (-mass, depth, rank, parent))
-
-    offer(0, 1, 0)
-    while frontier and len(nodes) < budget:
-        cost, depth, rank, parent = heapq.heappop(frontier)
-        nodes.append((parent, depth, rank))
-        masses.append(-cost)
-        offer(parent, depth, rank + 1)
-        offer(len(nodes), depth + 1, 0)
-    return nodes
 
 
 def empty_trees(batch: int, width: int, device: torch.device | str) -> DraftTree:
