@@ -12,36 +12,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import random
-import sysconfig
 from pathlib import Path
 
 from tools import server as launcher
-from tools.train_pair import read_texts
+from tools.pair import DDTREE_FLAGS, TARGET, held_out_prompts
 
-PAIR = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "pair"
 BUDGETS = (8, 16, 32, 64)
 TEMPERATURES = (0.0, 0.7)
-DRAFTING = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(PAIR / "drafter")]
-FLAGS = ["--dtype", "float32", "--context-length", "2048", *DRAFTING]
+FLAGS = ["--dtype", "float32", "--context-length", "2048", *DDTREE_FLAGS]
 # Equal to DFLASH's to the bit where DFLASH is lossless on a CPU: at temperature 0 (tests/ddtree/test_chain.py).
 CHAIN = ["--speculative-ddtree-budget", "7", "--speculative-ddtree-topk", "1"]
-
-
-def held_out_prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list[int]]:
-    """Token ids of `count` excerpts of held-out library files; lengths in tokens, ends included."""
-    from transformers import AutoTokenizer
-
-    texts = read_texts(Path(sysconfig.get_path("stdlib")), training=False)
-    rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(PAIR / "target")
-    prompts: list[list[int]] = []
-    while len(prompts) < count:
-        text = rng.choice(texts)
-        at, length = rng.randrange(len(text)), rng.randint(*lengths)
-        ids = tokenizer(text[at : at + 6 * length]).input_ids[:length]
-        if len(ids) == length:
-            prompts.append(ids)
-    return prompts
 
 
 def accept_length(server: launcher.Server, prompts: list[list[int]], tokens: int, temperature: float) -> float:
@@ -59,7 +39,7 @@ def measure(prompts: list[list[int]], tokens: int, logs: Path) -> list[dict]:
     servers = {"chain": CHAIN} | {budget: ["--speculative-ddtree-budget", str(budget)] for budget in BUDGETS}
     lengths = {}
     for name, flags in servers.items():
-        with launcher.running(PAIR / "target", logs / f"accept-{name}.log", [*FLAGS, *flags]) as server:
+        with launcher.running(TARGET, logs / f"accept-{name}.log", [*FLAGS, *flags]) as server:
             for temperature in TEMPERATURES:
                 lengths[name, temperature] = accept_length(server, prompts, tokens, temperature)
                 print(name, temperature, f"{lengths[name, temperature]:.3f}", flush=True)

@@ -24,6 +24,7 @@ from typing import Any
 
 from tools import bench_server, ddtree_page, grow_pair, kernels, server
 from tools.bench_server import Run
+from tools.pair import held_out_tokens
 
 BUDGET = 32
 # Deep enough that the GPU and not the host sets the pace, as in the models that this is for (27 to 61 layers).
@@ -169,7 +170,7 @@ def profile(up: server.Server, text: list[int], batch_size: int, context: int, o
 def measure_all(run: Run, work: Path, contexts: list[int], batches: list[int]) -> None:
     """Serve the four modes, profile the tree, time every context and batch."""
     pair = grow_pair.grow(work / "pair", layers=LAYERS)
-    text = grow_pair.held_out_tokens(pair)
+    text = held_out_tokens(pair / "target")
     with ExitStack() as stack:
         run.launch(stack, pair / "target", variants(pair, contexts, batches))
         if not run.ups:

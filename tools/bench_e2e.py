@@ -32,9 +32,9 @@ from typing import Any
 import torch
 
 from tools import e2e_page, kernels, require_gpu, server
+from tools.pair import DRAFTER, TARGET
 from tools.project import write_atomic
 
-PAIR = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "pair"
 # Upstream loads the plugins that this names: none of that name exists.
 NO_PLUGINS = {"SGLANG_PLUGINS": "stock"}
 CONTEXTS, CPU_CONTEXTS = (1024, 8192, 32768, 65536, 131072, 185000), (64, 256)
@@ -311,7 +311,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     args["contexts"] = args["contexts"] or (CPU_CONTEXTS if args["cpu"] else CONTEXTS)
     if args["cpu"]:
-        args |= {"model": args["model"] or str(PAIR / "target"), "draft": args["draft"] or str(PAIR / "drafter")}
+        args |= {"model": args["model"] or str(TARGET), "draft": args["draft"] or str(DRAFTER)}
     if not args["model"]:
         print("error: --model is missing: `make bench-e2e MODEL=... [DRAFT=...]`", file=sys.stderr)
         return 2

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import grow_pair, kernels, server, server_page, tiny_model
+from tools.pair import held_out_tokens
 
 GPU_FLAGS = shlex.split(
     "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
@@ -449,7 +450,7 @@ TRAINED_PAIRS = [
 
 def compare_all(run: Run, pair: Path) -> None:
     """Both models. The random one's choices are close calls, so that only the trained one tells an error from noise."""
-    text = grow_pair.held_out_tokens(pair)
+    text = held_out_tokens(pair / "target")
     assert len(text) > 997 * len(GREEDY_PROMPT_TOKENS) + max(GREEDY_PROMPT_TOKENS)
 
     def random_model() -> None:

@@ -13,12 +13,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from tools import draw_tree, server
+from tools.pair import DDTREE_FLAGS, PAIR, TARGET
 
 PROMPT = '    def read_config(self, path):\n        """'
 NEW_TOKENS, TEMPERATURE = 96, 0.6
-PAIR = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "pair"
-DRAFTING = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(PAIR / "drafter")]
-FLAGS = ["--dtype", "float32", "--enable-metrics", *DRAFTING, "--speculative-ddtree-budget", "16"]
+FLAGS = ["--dtype", "float32", "--enable-metrics", *DDTREE_FLAGS, "--speculative-ddtree-budget", "16"]
 # What is left up can be asked everything: `sglang-sm120 moe-balance` and `kv-map` need these.
 SERVE_FLAGS = ["--expert-distribution-recorder-mode", "stat"]
 SERVE_ENV = {"SGLANG_SM120_KV_COMPACT": "idle"}
@@ -45,9 +44,9 @@ def main() -> None:
     print(f"starting sglang {version} on the CPU, to answer at {url} ...", flush=True)
     begin = time.monotonic()
     flags, env = ([*FLAGS, *SERVE_FLAGS], SERVE_ENV) if args.serve else (FLAGS, {})
-    with server.running(PAIR / "target", args.work / "server.log", flags, env, port=args.port) as up:
+    with server.running(TARGET, args.work / "server.log", flags, env, port=args.port) as up:
         print(f"ready after {time.monotonic() - begin:.1f} s")
-        prompt = PreTrainedTokenizerFast.from_pretrained(PAIR / "target")(PROMPT).input_ids
+        prompt = PreTrainedTokenizerFast.from_pretrained(TARGET)(PROMPT).input_ids
         answer = up.generate([prompt], NEW_TOKENS, temperature=TEMPERATURE)[0]
         print(f"prompt:     {PROMPT!r}\ncompletion:\n{textwrap.indent(answer['text'], '  | ', lambda _: True)}")
         print_evidence(up)

@@ -18,16 +18,14 @@ import argparse
 import json
 import math
 import shutil
-import sysconfig
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tools.train_pair import read_texts
+from tools.pair import PAIR
 
-PAIR = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "pair"
 FEATURES = 3
 # The bytes 0xf5 to 0xff, which no UTF-8 text has.
 FILLERS = range(179, 190)
@@ -64,14 +62,6 @@ def grow(out: Path, *, growth: int = 16, layers: int = 16, head: int = 128) -> P
     _save(out / "drafter", drafter, config)
     done.write_text(json.dumps(shape))
     return out
-
-
-def held_out_tokens(pair: Path) -> list[int]:
-    """All text that the pair was not trained on, as one list of token ids."""
-    from transformers import AutoTokenizer
-
-    texts = read_texts(Path(sysconfig.get_path("stdlib")), training=False)
-    return AutoTokenizer.from_pretrained(pair / "target")("".join(texts)).input_ids
 
 
 def _target_config(config: dict, growth: int, layers: int, head: int) -> dict:

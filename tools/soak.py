@@ -25,12 +25,11 @@ import aiohttp
 import psutil
 
 from tools import server
-from tools.bench_accept import PAIR
+from tools.pair import DDTREE_FLAGS, TARGET
 
 FLAGS = [
     "--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "8192", "--chunked-prefill-size", "128",
-    "--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(PAIR / "drafter"),
-    "--speculative-ddtree-budget", "12",
+    *DDTREE_FLAGS, "--speculative-ddtree-budget", "12",
 ]  # fmt: skip
 # Compaction whenever there is a gap to close, not only when it would pay.
 ENVIRONMENT = {"SGLANG_SM120_KV_COMPACT": "auto", "SGLANG_SM120_KV_COMPACT_BELOW": "1"}
@@ -332,7 +331,7 @@ def main() -> int:
     report, log = Report(), Path("build/soak/server.log")
     args.out.mkdir(parents=True, exist_ok=True)
     try:
-        with server.running(PAIR / "target", log, FLAGS, ENVIRONMENT) as up:
+        with server.running(TARGET, log, FLAGS, ENVIRONMENT) as up:
             print("the server is ready", flush=True)
             asyncio.run(soak(up, server_process(up), report, args.minutes, args.pauses))
         judge(report)

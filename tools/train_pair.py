@@ -1,11 +1,10 @@
 """Train the small real model pair that the tests and the demo run: a Kimi-shaped MLA target and its DFlash drafter.
 
-    python tools/train_pair.py --out tests/fixtures/pair --target-minutes 24 --drafter-minutes 16
+    python -m tools.train_pair --out tests/fixtures/pair --target-minutes 24 --drafter-minutes 16
 
-Text: this Python's own standard library (sources and docstrings). `held_out` keeps every 16th file, chosen by a hash of
-its path, out of training on every machine. The target is transformers' DeepseekV3ForCausalLM; the drafter follows the
-DFlash checkpoint format that SGLang loads: a block of [committed token, MASK, ...] attends, without causality inside
-the block, to keys and values projected from the target's hidden states of all earlier positions.
+Text is that of `tools/pair.py`. The target is transformers' DeepseekV3ForCausalLM; the drafter follows the DFlash
+checkpoint format that SGLang loads: a block of [committed token, MASK, ...] attends, without causality inside the
+block, to keys and values projected from the target's hidden states of all earlier positions.
 
 Needs torch, transformers, tokenizers and safetensors (tools/requirements-cpu.txt has them). Learning rates follow the
 clock, so a run takes the minutes it is given; the steps it made are in `training.json`.
@@ -14,7 +13,6 @@ clock, so a run takes the minutes it is given; the steps it made are in `trainin
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
 import sysconfig
@@ -31,12 +29,13 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
+from tools.pair import texts
+
 END, MASK = "<|endoftext|>", "<|mask|>"
 VOCAB_SIZE = 2048
 WINDOW = 256
 BLOCK_SIZE = 8
 TARGET_LAYER_IDS = [0, 1, 2]
-SKIPPED_FOLDERS = {"site-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3", "__pycache__"}
 YARN = {
     "beta_fast": 1.0,
     "beta_slow": 1.0,
@@ -45,22 +44,6 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
 }
-
-
-def stdlib_files(root: Path) -> list[Path]:
-    """Python sources below `root` that people wrote, in a fixed order."""
-    files = (p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts))
-    return sorted(files, key=lambda p: p.relative_to(root).as_posix())
-
-
-def held_out(root: Path, path: Path) -> bool:
-    """True for the files that no model here may be trained on; depends on the path below `root` alone."""
-    return hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()[0] % 16 == 0
-
-
-def read_texts(root: Path, *, training: bool) -> list[str]:
-    """The training files as text, or the held-out ones."""
-    return [p.read_text("utf-8", "replace") for p in stdlib_files(root) if held_out(root, p) != training]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -518,8 +501,7 @@ def main() -> None:
     parser.add_argument("--keep-target", action="store_true", help="train only a new drafter for the target in --out")
     args = parser.parse_args()
 
-    root = Path(sysconfig.get_path("stdlib"))
-    train_texts, valid_texts = read_texts(root, training=True), read_texts(root, training=False)
+    train_texts, valid_texts = texts(training=True), texts(training=False)
     report_path = args.out / "training.json"
     target_dir = args.out / "target"
     if args.keep_target:

@@ -107,7 +107,7 @@ def test_without_the_servers_of_a_comparison_the_table_is_still_measured(run, mo
     monkeypatch.setattr(bench_server.tiny_model, "write", lambda work, **_: work)
     monkeypatch.setattr(bench_server, "equal_variants", lambda *_: {"triton": []})
     monkeypatch.setattr(bench_server.grow_pair, "grow", lambda work, **_: work)
-    monkeypatch.setattr(bench_server.grow_pair, "held_out_tokens", lambda _pair: list(range(100_000)))
+    monkeypatch.setattr(bench_server, "held_out_tokens", lambda _pair: list(range(100_000)))
 
     @contextmanager
     def running(_model, log, *_):
@@ -156,7 +156,7 @@ def test_servers_that_are_only_compared_end_before_the_table(run, monkeypatch):
 
 def test_the_tree_bench_goes_on_without_a_mode_and_a_profile(run, monkeypatch):
     monkeypatch.setattr(bench_ddtree.grow_pair, "grow", lambda work, **_: work)
-    monkeypatch.setattr(bench_ddtree.grow_pair, "held_out_tokens", lambda _pair: list(range(100)))
+    monkeypatch.setattr(bench_ddtree, "held_out_tokens", lambda _pair: list(range(100)))
     monkeypatch.setattr(bench_server, "compare", lambda *_: None)
 
     @contextmanager

@@ -11,16 +11,16 @@ import torch
 from sglang_sm120 import cli, ops
 from sglang_sm120.attention import graphs, metrics, report, select
 
-from tools import bench_accept
 from tools import server as launcher
+from tools.pair import DRAFTER, TARGET
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory):
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ["--dtype", "float32", "--enable-metrics", "--decode-log-interval", "1"]
-    flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(bench_accept.PAIR / "drafter")]
-    with launcher.running(bench_accept.PAIR / "target", log, flags) as up:
+    flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DRAFTER)]
+    with launcher.running(TARGET, log, flags) as up:
         up.generate([list(range(3, 40))], 24)
         yield up
 

@@ -18,6 +18,7 @@ import pytest
 from sglang_sm120.kvdefrag import kv_map
 
 from tools import server as launcher
+from tools.pair import DDTREE_FLAGS, TARGET
 
 NEW_TOKENS = 24
 ADMIN_KEY = "secret"
@@ -32,7 +33,6 @@ CASES = {
     "page64": ("64", {}),
     "page1-extents": ("1", {"SGLANG_SM120_KV_EXTENT": "16"}),
 }
-PAIR = Path(__file__).resolve().parent.parent / "fixtures" / "pair"
 
 
 @pytest.fixture(scope="module", params=["ddtree", pytest.param("plain", marks=pytest.mark.slow)])
@@ -40,12 +40,7 @@ def model(request: pytest.FixtureRequest, tiny_model: Path) -> tuple[Path, list[
     """Checkpoint and flags: the trained pair with draft trees, or the random one without speculation."""
     if request.param == "plain":
         return tiny_model, []
-    if not PAIR.exists():
-        pytest.skip(f"no trained pair at {PAIR}: tools/train_pair.py makes it")
-    flags = (
-        f"--speculative-algorithm DDTREE --speculative-draft-model-path {PAIR}/drafter --speculative-ddtree-budget 12"
-    )
-    return PAIR / "target", flags.split()
+    return TARGET, [*DDTREE_FLAGS, "--speculative-ddtree-budget", "12"]
 
 
 def prompts(checkpoint: Path) -> list[list[int]]:

@@ -17,7 +17,7 @@ from sglang_sm120.moe_balance import cost, recording, report
 
 from tests.cpu.answering import answering
 from tools import server
-from tools.bench_accept import PAIR
+from tools.pair import TARGET
 
 GPU = cost.Gpu(read_gbps=1600, tflops=400, weight_bytes=2, tile_tokens=64)
 
@@ -154,7 +154,7 @@ def test_the_trained_pair_recorded_while_it_serves(tmp_path, capsys):
     flags = ["--dtype", "float32", "--context-length", "2048", "--admin-api-key", "secret",
              "--expert-distribution-recorder-mode", "stat"]  # fmt: skip
     env = {"SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(dumps)}
-    with server.running(PAIR / "target", tmp_path / "log", flags, env) as up:
+    with server.running(TARGET, tmp_path / "log", flags, env) as up:
         words = ["--url", up.url, "--dump-dir", dumps, "--seconds", 2, "--ranks", 2, "--out", tmp_path / "out"]
         assert run(*words, "--api-key", "wrong") == 1
         assert "give --api-key" in capsys.readouterr().err
@@ -164,7 +164,7 @@ def test_the_trained_pair_recorded_while_it_serves(tmp_path, capsys):
         assert run(*words, "--api-key", "secret") == 0
         asking.join()
     found = json.loads((tmp_path / "out.json").read_text())
-    config = json.loads((PAIR / "target" / "config.json").read_text())
+    config = json.loads((TARGET / "config.json").read_text())
     # Each prompt token and all but the last new one pass every MoE layer once.
     pairs = config["num_experts_per_tok"] * 4 * (40 + 8 - 1)
     assert [sum(layer) for layer in found["tokens"]] == [pairs] * len(found["layers"])
