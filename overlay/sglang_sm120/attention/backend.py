@@ -109,6 +109,9 @@ class Sm120MLABackend(AttentionBackend):
         """Length of a padded request: its one token is the padding slot."""
         return 1
 
+    # Upstream's name on the CPU engine, where data-parallel attention pads batches too.
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Choose the step's rows. Only views are made here: what computes is in `init_forward_metadata_in_graph`."""
         mode = forward_batch.forward_mode
