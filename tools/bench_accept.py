@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 
 from tools import server as launcher
+from tools.markdown import table
 from tools.pair import DDTREE_FLAGS, TARGET, held_out_prompts
 
 BUDGETS = (8, 16, 32, 64)
@@ -65,16 +66,13 @@ def as_markdown(rows: list[dict]) -> str:
         f"Pair of tests/fixtures/pair, {rows[0]['prompts']} prompts, {rows[0]['tokens']} tokens, block 8, top-K 8, "
         "float32 on the CPU. Written by `python -m tools.bench_accept`.",
         "",
-        "| temperature | budget | chain | tree | tree / chain |",
-        "|---|---|---|---|---|",
     ]
+    cells = []
     for row in rows:
-        gain = row["tree_accept_len"] / row["chain_accept_len"] - 1
-        lines.append(
-            f"| {row['temperature']} | {row['budget']} | {row['chain_accept_len']:.2f} "
-            f"| {row['tree_accept_len']:.2f} | {gain:+.0%} |"
-        )
-    return "\n".join(lines) + "\n"
+        chain, tree = row["chain_accept_len"], row["tree_accept_len"]
+        figures = f"{chain:.2f}", f"{tree:.2f}", f"{tree / chain - 1:+.0%}"
+        cells.append([str(row["temperature"]), str(row["budget"]), *figures])
+    return "\n".join([*lines, *table("temperature | budget | chain | tree | tree / chain", cells)]) + "\n"
 
 
 def plot(rows: list[dict], path: Path) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.markdown import number, table
+
 MODES = ("none", "chain", "tree", "adaptive")
 IS_GEMM = re.compile("gemm|nvjet|cutlass|gemv", re.IGNORECASE)
 PARTS = ("period_us", "draft_forward_us", "target_forward_us", "draft_kv_us", "tree_us", "tree_in_graphs_us")
@@ -148,41 +150,49 @@ def _markdown(page: dict[str, Any]) -> str:
         "Adaptive is measured after 10 s of the row's kind of answers; what it did in the first stands beside it.",
         "Made by `python -m tools.bench_ddtree`.",
         "",
-        "| context | batch | none tok/s | chain | tree | adaptive | adaptive / best | its first answer "
-        "| accept: chain | tree | adaptive | note |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in page["rows"]:
-        rates = {mode: row.get(f"{mode}_tok_s") for mode in MODES}
-        best = max(filter(None, (rates[mode] for mode in MODES[:3])), default=None)
-        cells = [f"{row['ctx']:,}", str(row["bs"]), *(_number(rate, 0) for rate in rates.values())]
-        cells.append(_number(rates["adaptive"] and best and rates["adaptive"] / best, 2))
-        cells.append(_number(next(iter(row.get("learning_tok_s", [])), None), 0))
-        cells += [_number(row.get(f"{mode}_accept_len"), 2) for mode in MODES[1:]] + [row.get("note", "")]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "![tokens per second](ddtree.png)", "", "## What a step spends outside the two forward passes", ""]
-    lines += ["Device time from torch profiles of the tree at 32k context, medians over the steps, microseconds.", ""]
-    lines += [
-        "| profile | step | draft forward | target forward | drafter's KV | all else | of it in graphs | host waits |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in page["profiles"]:
-        lines.append(f"| {row['profile']} | {' | '.join(f'{row[key]:,.0f}' for key in PARTS)} | {row['host_waits']} |")
-    lines += [
+        *table(
+            "context | batch | none tok/s | chain | tree | adaptive | adaptive / best | its first answer "
+            "| accept: chain | tree | adaptive | note",
+            map(_speeds, page["rows"]),
+        ),
+        "",
+        "![tokens per second](ddtree.png)",
+        "",
+        "## What a step spends outside the two forward passes",
+        "",
+        "Device time from torch profiles of the tree at 32k context, medians over the steps, microseconds.",
+        "",
+        *table(
+            "profile | step | draft forward | target forward | drafter's KV | all else | of it in graphs | host waits",
+            map(_step, page["profiles"]),
+        ),
         "",
         "## Greedy tokens",
         "",
-        "| pair | prompts | identical | ties | errors | noise, nats |",
-        "|---|---|---|---|---|---|",
+        *table(
+            "pair | prompts | identical | ties | errors | noise, nats",
+            itertools.starmap(_tokens, page["equal"].items()),
+        ),
     ]
-    for pair, found in page["equal"].items():
-        counts = f"{found['prompts']} | {found['identical']} | {found['ties']} | {len(found['errors'])}"
-        lines.append(f"| {pair} | {counts} | {found['noise']:.3f} |")
     return "\n".join(lines) + "\n"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+def _speeds(row: dict[str, Any]) -> list[str]:
+    rates = {mode: row.get(f"{mode}_tok_s") for mode in MODES}
+    best = max(filter(None, (rates[mode] for mode in MODES[:3])), default=None)
+    cells = [f"{row['ctx']:,}", str(row["bs"]), *(number(rate, 0) for rate in rates.values())]
+    cells.append(number(rates["adaptive"] and best and rates["adaptive"] / best, 2))
+    cells.append(number(next(iter(row.get("learning_tok_s", [])), None), 0))
+    return [*cells, *(number(row.get(f"{mode}_accept_len"), 2) for mode in MODES[1:]), row.get("note", "")]
+
+
+def _step(row: dict[str, Any]) -> list[str]:
+    return [row["profile"], *(number(row[key], 0) for key in PARTS), str(row["host_waits"])]
+
+
+def _tokens(pair: str, found: dict[str, Any]) -> list[str]:
+    counts = [found["prompts"], found["identical"], found["ties"], len(found["errors"])]
+    return [pair, *map(str, counts), number(found["noise"], 3)]
 
 
 def _plot(page: dict[str, Any], path: Path) -> None:

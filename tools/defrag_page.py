@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.markdown import table
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -52,7 +54,7 @@ def _ran_on(machine: dict[str, str]) -> str:
 
 
 def _table(head: str, rows: Iterable[Iterable[str]]) -> list[str]:
-    return ["", f"| {head} |", "|" + "---|" * (head.count("|") + 1), *(f"| {' | '.join(row)} |" for row in rows)]
+    return ["", *table(head, rows)]
 
 
 def _churn(part: Part) -> list[str]:

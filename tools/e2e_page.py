@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tools.markdown import number, table
+
 MODES = ["plain", "dflash", "ddtree"]
 
 
 def render(document: dict[str, Any], out: Path) -> None:
     """`bench-e2e.md` and `bench-e2e.png` from the results."""
-    rows = table(document["cells"])
+    rows = compared(document["cells"])
     (out / "bench-e2e.md").write_text(markdown(document, rows))
     plot(rows, out / "bench-e2e.png")
 
 
-def table(cells: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def compared(cells: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """A row a (mode, context, batch): ours, and stock in the same mode (for ddtree: stock's dflash)."""
     rows = []
     for key, ours in cells.items():
@@ -41,23 +43,30 @@ def markdown(document: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"{'together' if about['together'] else 'one by one'}. tok/s is output tokens over the whole run, prompts "
         "included; TPOT is the median time a token after the first. Stock in ddtree rows is stock's dflash.",
         "",
-        "| mode | context | batch | stock tok/s | ours tok/s | ours / stock | stock TPOT ms | ours TPOT ms "
-        "| stock TTFT ms | ours TTFT ms | stock accept length | ours accept length |",
-        "|---" * 12 + "|",
+        *table(
+            "mode | context | batch | stock tok/s | ours tok/s | ours / stock | stock TPOT ms | ours TPOT ms "
+            "| stock TTFT ms | ours TTFT ms | stock accept length | ours accept length",
+            map(_cells, rows),
+        ),
+        "",
+        *(f"- {note}" for note in document.get("notes", [])),
+        "",
+        "![output tokens a second by context](bench-e2e.png)",
     ]
-    for row in rows:
-        stock, ours = row["stock"], row["ours"]
-        pairs = [
-            _figure(side.get(name), digits)
-            for name, digits in (("median_tpot_ms", 2), ("median_ttft_ms", 0), ("accept_length", 2))
-            for side in (stock, ours)
-        ]
-        speeds = [side.get("output_throughput") for side in (stock, ours)]
-        ratio = speeds[1] / speeds[0] if all(speeds) else None
-        cells = [row["mode"], f"{row['context']:,}", str(row["batch"]), *(_figure(speed, 1) for speed in speeds)]
-        lines.append("| " + " | ".join([*cells, _figure(ratio, 2), *pairs]) + " |")
-    notes = [f"- {note}" for note in document.get("notes", [])]
-    return "\n".join([*lines, "", *notes, "", "![output tokens a second by context](bench-e2e.png)"]) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    sides = row["stock"], row["ours"]
+    speeds = [side.get("output_throughput") for side in sides]
+    ratio = speeds[1] / speeds[0] if all(speeds) else None
+    pairs = [
+        number(side.get(name), digits)
+        for name, digits in (("median_tpot_ms", 2), ("median_ttft_ms", 0), ("accept_length", 2))
+        for side in sides
+    ]
+    keys = [row["mode"], f"{row['context']:,}", str(row["batch"])]
+    return [*keys, *(number(speed, 1) for speed in speeds), number(ratio, 2), *pairs]
 
 
 def backend(facts: dict[str, Any]) -> str:
@@ -66,23 +75,19 @@ def backend(facts: dict[str, Any]) -> str:
     return " + ".join(dict.fromkeys(name or one or "?" for name in two))
 
 
-def _figure(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Output tokens a second by context: ours drawn through, stock dashed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for number, (mode, batch) in enumerate(sorted({(row["mode"], row["batch"]) for row in rows})):
+    for color, (mode, batch) in enumerate(sorted({(row["mode"], row["batch"]) for row in rows})):
         for who, style in (("ours", "-o"), ("stock", "--x")):
             chosen = [row for row in rows if (row["mode"], row["batch"]) == (mode, batch)]
             points = [(row["context"], row[who]["output_throughput"]) for row in chosen if "duration" in row[who]]
             if points and not (who == "stock" and mode == "ddtree"):
                 label = f"{who}, {mode}, batch {batch}"
-                axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
+                axes.plot(*zip(*points, strict=True), style, color=f"C{color}", label=label)
     axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="output tokens per second")
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:

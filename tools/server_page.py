@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tools.markdown import number, table
+
 INTRODUCTION = """\
 # The server, ours against stock
 
@@ -29,9 +31,6 @@ PREFILL = """
 ## Prompts
 
 Seconds from a cached prompt of {begin:,} tokens to one of {end:,}, chunks of 8,192. flashinfer: that backend.
-
-| KV | flashinfer s | ours s | ours / flashinfer |
-|---|---|---|---|
 """
 GREEDY = """
 ## Greedy tokens
@@ -44,9 +43,6 @@ for every pair whose KV has one dtype, and twice the pair's own noise where one 
 stock with Triton's prefill too; "auto" is bf16 KV. The choices of the random model are close calls, so that the rule
 tells little there, as its control shows, where half of each prompt of 1,000 tokens or more was replaced; "trained" is
 the pair of tests/fixtures grown to a rank's width, on held-out text.
-
-| pair | prompts | identical | ties | errors | tokens compared | mean difference | noise | tie gap | kernels | note |
-|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -73,37 +69,42 @@ def render(results: Path, docs: Path) -> None:
 
 def _lines(page: dict[str, Any]) -> Iterator[str]:
     yield INTRODUCTION.format(gpu=page["gpu"], torch=page["torch"])
-    yield (
-        "| mode | KV | batch | context | stock tok/s | ours tok/s | stock ms a step | ours ms a step | stock / ours "
-        "| kernels | note |"
+    yield from table(
+        "mode | KV | batch | context | stock tok/s | ours tok/s | stock ms a step | ours ms a step | stock / ours "
+        "| kernels | note",
+        map(_steps, page["rows"]),
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
-    for row in page["rows"]:
-        stock, ours = row["stock_step_ms"], row["ours_step_ms"]
-        ratio = f"{stock / ours:.2f}" if stock and ours else "-"
-        cells = [row["mode"], row["kv_dtype"], str(row["bs"]), f"{row['ctx']:,}"]
-        cells += [_number(row["stock_tok_s"], 0), _number(row["ours_tok_s"], 0)]
-        cells += [_number(stock, 2), _number(ours, 2), ratio, row["kernel_hash"][:8], row.get("note", "")]
-        yield "| " + " | ".join(cells) + " |"
     yield "\n![milliseconds a step by context](server.png)"
     if page["prefill"]:
-        yield PREFILL.format(begin=page["prefill"][0]["from"], end=page["prefill"][0]["to"]).rstrip()
-        for row in page["prefill"]:
-            flashinfer, ours = row["flashinfer_s"], row["ours_s"]
-            ratio = f"{ours / flashinfer:.2f}" if ours and flashinfer else "-"
-            yield f"| {row['kv_dtype']} | {_number(flashinfer, 2)} | {_number(ours, 2)} | {ratio} |"
+        yield PREFILL.format(begin=page["prefill"][0]["from"], end=page["prefill"][0]["to"])
+        yield from table("KV | flashinfer s | ours s | ours / flashinfer", map(_prompts, page["prefill"]))
     if page["equal"]:
-        yield GREEDY.rstrip()
-        for pair, found in page["equal"].items():
-            counts = [found["prompts"], found["identical"], found["ties"], len(found["errors"]), found["positions"]]
-            cells = [pair, *map(str, counts)]
-            cells += [f"{found['mean']:.4f}", f"{found['noise']:.3f}", f"{found['tie_gap']:.3f}"]
-            cells += [found["kernel_hash"][:8], found.get("note", "")]
-            yield "| " + " | ".join(cells) + " |"
+        yield GREEDY
+        yield from table(
+            "pair | prompts | identical | ties | errors | tokens compared | mean difference | noise | tie gap "
+            "| kernels | note",
+            itertools.starmap(_tokens, page["equal"].items()),
+        )
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+def _steps(row: dict[str, Any]) -> list[str]:
+    stock, ours = row["stock_step_ms"], row["ours_step_ms"]
+    cells = [row["mode"], row["kv_dtype"], str(row["bs"]), f"{row['ctx']:,}"]
+    cells += [number(row["stock_tok_s"], 0), number(row["ours_tok_s"], 0), number(stock, 2), number(ours, 2)]
+    return [*cells, number(stock and ours and stock / ours, 2), row["kernel_hash"][:8], row.get("note", "")]
+
+
+def _prompts(row: dict[str, Any]) -> list[str]:
+    flashinfer, ours = row["flashinfer_s"], row["ours_s"]
+    ratio = flashinfer and ours and ours / flashinfer
+    return [row["kv_dtype"], *(number(value, 2) for value in (flashinfer, ours, ratio))]
+
+
+def _tokens(pair: str, found: dict[str, Any]) -> list[str]:
+    counts = [found["prompts"], found["identical"], found["ties"], len(found["errors"]), found["positions"]]
+    cells = [pair, *map(str, counts)]
+    cells += [number(found["mean"], 4), number(found["noise"], 3), number(found["tie_gap"], 3)]
+    return [*cells, found["kernel_hash"][:8], found.get("note", "")]
 
 
 def _plot(rows: list[dict[str, Any]], gpu: str, path: Path) -> None:

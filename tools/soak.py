@@ -25,6 +25,7 @@ import aiohttp
 import psutil
 
 from tools import server
+from tools.markdown import table
 from tools.pair import DDTREE_FLAGS, TARGET
 
 FLAGS = [
@@ -226,7 +227,7 @@ def sample(up: server.Server, process: psutil.Process, elapsed_s: float) -> dict
     """The idle server: slots taken after the prefix cache is flushed, memory and handles of all its processes."""
     taken = idle_slots(up)
     family = [process, *process.children(recursive=True)]
-    compaction = json.loads(up.get("/server_info"))["internal_states"][0]["sm120_kv"]
+    compaction = up.info()["internal_states"][0]["sm120_kv"]
     return {
         "minute": round(elapsed_s / 60, 1),
         "slots_taken": taken,
@@ -300,15 +301,14 @@ def markdown(report: Report, minutes: float) -> str:
         "compaction on `auto`, a pool of 8,192 tokens. Made by `make soak`. After each stretch the clients wait and",
         "the prefix cache is flushed: then no slot may be taken.",
         "",
-        "| " + " | ".join(column.replace("_", " ") for column in columns) + " |",
-        "|---" * len(columns) + "|",
-        *("| " + " | ".join(f"{at[column]:,}" for column in columns) + " |" for at in report.samples),
+        *table(
+            " | ".join(column.replace("_", " ") for column in columns),
+            ([f"{at[column]:,}" for column in columns] for at in report.samples),
+        ),
         "",
         f"{report.health_checks} health checks, the slowest {report.slowest_health_s:.1f} s. Answers:",
         "",
-        "| request: answer | number |",
-        "|---|---|",
-        *(f"| {answer} | {number:,} |" for answer, number in sorted(report.answers.items())),
+        *table("request: answer | number", ([answer, f"{n:,}"] for answer, n in sorted(report.answers.items()))),
         "",
         "No complaints." if not report.complaints else f"{len(report.complaints)} complaints, the first:",
         *(f"- {complaint}" for complaint in report.complaints[:20]),
