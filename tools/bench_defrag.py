@@ -596,11 +596,11 @@ def _against_off(rows: dict[str, list[dict[str, float]]], name: str, key: str) -
 def _set_tier_1(up: server.Server, on: bool) -> None:
     """Empty the pool and the prefix cache, and start or stop compaction."""
     up.post("/set_internal_state", {"server_args": {"sm120_kv_compact": int(on)}})
-    urllib.request.urlopen(urllib.request.Request(f"{up.url}/flush_cache?timeout=30", method="POST")).close()
+    up.get("/flush_cache?timeout=30")
 
 
 def _compaction_state(up: server.Server) -> dict[str, Any]:
-    return json.loads(up.get("/server_info"))["internal_states"][0]["sm120_kv"]
+    return up.info()["internal_states"][0]["sm120_kv"]
 
 
 def _since(before: dict[str, Any], up: server.Server) -> dict[str, float]:

@@ -215,7 +215,7 @@ def start(plan: Plan, one: tuple[str, str], results: Results, out: Path, stack: 
     try:
         log, flags, env = out / f"{who}-{mode}.log", plan.flags(who, mode), plan.environment(who)
         up = stack.enter_context(server.running(Path(plan.model), log, flags, env, defaults, plan.start_timeout_s))
-        info = json.loads(up.get("/server_info"))
+        info = up.info()
     except (RuntimeError, OSError) as error:  # its cells fail, those of the others need not
         print(f"{who}/{mode}: {error}", file=sys.stderr, flush=True)
         return None

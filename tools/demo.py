@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import textwrap
 import time
 from contextlib import suppress
@@ -62,7 +61,7 @@ def main() -> None:
 
 def print_evidence(up: server.Server) -> None:
     """Show the backend the running server reports, and how many forward steps our backend planned."""
-    info = json.loads(up.get("/server_info"))
+    info = up.info()
     calls = [line for line in up.get("/metrics").splitlines() if line.startswith("sm120:") and "_total" in line]
     print(f"evidence:   the server runs attention_backend={info['attention_backend']}, version {info['version']}")
     for line in calls:

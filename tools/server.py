@@ -61,6 +61,10 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
             return response.read().decode()
 
+    def info(self) -> dict[str, Any]:
+        """Its flags and, under `internal_states`, what each of its schedulers says of itself."""
+        return json.loads(self.get("/server_info"))
+
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
         """Continue prompts given as token ids, all in one request; greedy unless `sampling` says otherwise.
 

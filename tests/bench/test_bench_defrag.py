@@ -6,7 +6,6 @@ import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,9 +118,11 @@ class Up:
         self._on = bool(body["server_args"]["sm120_kv_compact"])
 
     def get(self, path):
-        assert path == "/server_info"
+        assert path.startswith("/flush_cache")
+
+    def info(self):
         state = {"refused_because": None, "passes": len(self._log) * self._on, "units_moved": 0, "host_seconds": 0.0}
-        return json.dumps({"internal_states": [{"sm120_kv": state}]})
+        return {"internal_states": [{"sm120_kv": state}]}
 
 
 def test_serve_takes_turns_and_keeps_every_round(no_gpu, monkeypatch, tmp_path):
@@ -131,7 +132,6 @@ def test_serve_takes_turns_and_keeps_every_round(no_gpu, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tiny_model, "write", lambda *_, **__: None)
     monkeypatch.setattr(bench_defrag.server, "running", lambda *_, **__: nullcontext(Up(log)))
-    monkeypatch.setattr(bench_defrag.urllib.request, "urlopen", lambda *_, **__: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(bench_defrag, "_token_times", lambda up, prompt, tokens: iter(range(100)))
     saved: list[dict] = []
     result = bench_defrag.serve(saved.append, requests=6, arrivals_per_s=1e4, repeats=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -49,7 +48,7 @@ def test_one_line_at_start(server):
 
 
 def test_the_doctor_finds_the_same_facts(server):
-    (state,) = json.loads(server.get("/server_info"))["internal_states"]
+    (state,) = server.info()["internal_states"]
     facts = state[report.STATE_KEY]
     assert facts["attention"] == "sm120_mla (asked for)"
     assert "sglang.srt.model_executor.model_runner.ModelRunner.forward" in facts["hooks"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ def test_batched_cold_and_chunked_equal_transformers(server, prompts, expected):
 
 
 def test_the_backend_served_it(server):
-    assert json.loads(server.get("/server_info"))["attention_backend"] == "sm120_mla"
+    assert server.info()["attention_backend"] == "sm120_mla"
     metrics = server.get("/metrics")
     for mode in ("decode", "extend"):
         assert f'sm120:attention_steps_total{{mode="{mode}",path="reference"}}' in metrics

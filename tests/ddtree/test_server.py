@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pair
@@ -85,7 +84,7 @@ def test_lossless_batched_cold_and_chunked(server, prompts, plain):
 
 def test_second_turn_finds_the_first_in_the_cache(server, prompts):
     """Cached tokens of turn n + 1 reach the end of turn n, up to a page and the last token, which is never in KV."""
-    page = json.loads(server.get("/server_info"))["page_size"]
+    page = server.info()["page_size"]
     for prompt in prompts[:10]:
         answer = server.generate([prompt], NEW_TOKENS)[0]
         committed = len(prompt) + NEW_TOKENS
@@ -94,5 +93,5 @@ def test_second_turn_finds_the_first_in_the_cache(server, prompts):
 
 
 def test_overlap_is_what_was_asked_for(server, request):
-    info = json.loads(server.get("/server_info"))
+    info = server.info()
     assert info["disable_overlap_schedule"] == ("sync" in request.node.callspec.id)

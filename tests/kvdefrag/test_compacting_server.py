@@ -70,7 +70,7 @@ def serve(
             lengths = [a["meta_info"]["spec_accept_length"] for a in answers[0]]
             assert sum(lengths) / len(lengths) > 1.5, f"drafts must be accepted and rejected: {lengths}"
         assert any(a["meta_info"]["cached_tokens"] > 0 for a in answers[1]), "the cache must be hit"
-        state, metrics = json.loads(up.get("/server_info"))["internal_states"][0], up.get("/metrics")
+        state, metrics = up.info()["internal_states"][0], up.get("/metrics")
         assert counted(metrics, "sglang:num_retracted_requests_total") > 0, "this load must make upstream retract"
         then(up)
         return [[a["output_ids"] for a in answer] for answer in answers], state, metrics
@@ -125,7 +125,7 @@ def test_idle_time_compacts(tiny_model, tmp_path):
 
 
 def compaction(up: launcher.Server) -> dict:
-    return json.loads(up.get("/server_info"))["internal_states"][0]["sm120_kv"]
+    return up.info()["internal_states"][0]["sm120_kv"]
 
 
 def ask(url: str, key: str | None) -> list[bool] | int:
