@@ -25,7 +25,7 @@ from tools.git import IDENTITY, open_repo
 from tools.lock import Lock, read_lock, write_lock
 from tools.project import Project, running_python_tag, write_atomic
 from tools.series import Patch, describe, describe_series, index_text, patch_files, slug_of, write_series
-from tools.verbs import applied_exactly, apply, canonical_series, import_pinned, pin_release
+from tools.verbs import applied_exactly, apply, canonical_series, import_pinned, pin_release, requirement_problems
 
 CLEAN = "clean"
 MOVED = "moved"
@@ -340,8 +340,11 @@ def _finish(project: Project, checkout: Checkout, state: State) -> None:
     checkout.switch(tip)
     _close(project, checkout)
     say(f"sglang {new.version}: {len(texts)} patches, {len(dropped)} dropped; report in {project.show(report)}")
+    pins = requirement_problems(project, new)
+    for problem in pins:
+        say(f"problem: {problem}")
     say(
-        f"next: `make install && make test-all`, then commit {_WRITTEN}; "
+        f"next: {'correct these pins, then ' if pins else ''}`make install && make test-all`, then commit {_WRITTEN}; "
         f"to go back: `git stash -u -- {_WRITTEN} && make apply-patches`"
     )
 

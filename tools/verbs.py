@@ -9,6 +9,8 @@ from zipfile import ZipFile
 
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from tools.checkout import Checkout
 from tools.errors import FORK, ForkError, say
@@ -202,7 +204,7 @@ def check(project: Project) -> None:
     index = project.patches / "README.md"
     if not index.exists() or index.read_text() != index_text(lock.version, patches):
         found.append("patches/README.md is stale: run `make export-patches`")
-    found += _requirement_problems(project, lock)
+    found += requirement_problems(project, lock)
     for problem in found:
         print(f"problem: {problem}")
     if found:
@@ -271,11 +273,11 @@ def _runtime_pins(wheel: Path) -> dict[str, str]:
         (name,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
         metadata = Metadata.from_email(archive.read(name), validate=False)
     requirements = [Requirement(str(requirement)) for requirement in metadata.requires_dist or ()]
-    wanted = {name.replace("_", "-"): requirement for requirement in requirements if (name := requirement.name.lower())}
+    wanted = {canonicalize_name(requirement.name): requirement for requirement in requirements}
     return {name: str(wanted[name].specifier) for name in _PINNED if name in wanted}
 
 
-def _requirement_problems(project: Project, lock: Lock) -> list[str]:
+def requirement_problems(project: Project, lock: Lock) -> list[str]:
     """Pins in tools/requirements-cpu.txt that contradict what upstream's metadata asks for."""
     file = project.root / "tools" / "requirements-cpu.txt"
     found = []
@@ -284,8 +286,8 @@ def _requirement_problems(project: Project, lock: Lock) -> list[str]:
             continue
         requirement = Requirement(text)
         pinned = [spec.version for spec in requirement.specifier if spec.operator == "=="]
-        asked = lock.pins.get(requirement.name.lower().replace("_", "-"))
-        if asked and pinned and not Requirement(f"x{asked}").specifier.contains(pinned[0]):
+        asked = lock.pins.get(canonicalize_name(requirement.name))
+        if asked and pinned and not SpecifierSet(asked).contains(pinned[0]):
             found.append(
                 f"tools/requirements-cpu.txt has {text}, sglang {lock.version} asks for {requirement.name}{asked}"
             )

@@ -326,6 +326,15 @@ def test_rebase_says_how_to_go_back_and_that_works(hooked: Toy) -> None:
     assert hooked.state() == before and list(upgrades.iterdir()) == [upgrades / "README.md"]
 
 
+def test_rebase_ends_with_the_pins_that_the_release_contradicts(hooked: Toy) -> None:
+    (hooked.root / "tools").mkdir()
+    (hooked.root / "tools" / "requirements-cpu.txt").write_text("torch==2.0.0\nflashinfer.python==0.7.2\n")
+    hooked.release("1.1")
+    problem, last = hooked.ok("rebase", "1.1").splitlines()[-2:]
+    assert "problem: tools/requirements-cpu.txt has torch==2.0.0, sglang 1.1 asks for torch==2.14.1" in problem
+    assert "next: correct these pins, then `make install && make test-all`, then commit" in last
+
+
 def test_drift_reports_every_patch_and_moves_nothing(hooked: Toy) -> None:
     guard_port(hooked)
     hooked.commit("sglang/names.py", "C = 3", "guard()\nC = 3", "Guard names", "sglang/names.py::<module>")
