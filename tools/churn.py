@@ -220,7 +220,7 @@ class World:
         for req in self.running:
             req.beam_group = None
         arguments = dict.fromkeys(serving.HOLDERS_ELSEWHERE, False) | {
-            "disaggregation_mode": "null", "pp_size": 1, "tp_size": 1,
+            "disaggregation_mode": "null", "pp_size": 1, "tp_size": 1, "dcp_size": 1, "kv_canary": "none",
         }  # fmt: skip
         runners = [SimpleNamespace(token_to_kv_pool=pool) for pool in draft_pools]
         return SimpleNamespace(

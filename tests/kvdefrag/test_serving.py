@@ -87,20 +87,41 @@ def test_idle_time_is_no_part_of_a_step(monkeypatch):
     assert pace.steps_for(1.0) == pytest.approx(101 / serving.PASS_SHARE, abs=1)
 
 
+class Ranks:
+    """This rank and one more: what that one answers, or has planned with."""
+
+    def __init__(self, monkeypatch, answers: tuple[int, int], budget_units: int) -> None:
+        self._answers, self._budget_units = torch.tensor(answers), torch.tensor([budget_units])
+        monkeypatch.setattr(torch.distributed, "all_reduce", self._all_reduce)
+
+    def _all_reduce(self, values, op, group):
+        assert group == "ranks"
+        if op is torch.distributed.ReduceOp.MAX:
+            torch.maximum(values, self._answers, out=values)
+        else:
+            assert op is torch.distributed.ReduceOp.MIN
+            torch.minimum(values, self._budget_units, out=values)
+
+    def defragmenter(self, world: World) -> serving.Defragmenter:
+        served = world.scheduler(world.pools[1:], tp_size=2)
+        served.tp_cpu_group = "ranks"
+        return serving.Defragmenter(served, Settings(compact=When.AUTO, compact_ms=1000))
+
+
 @pytest.mark.parametrize(("theirs", "refused"), [((900, 0), None), ((1, 1), "a pass failed on another rank")])
 def test_ranks_wait_as_long_as_the_slowest_and_stop_together(theirs, refused, monkeypatch):
-    def other_rank(answers, op, group):
-        assert op is torch.distributed.ReduceOp.MAX and group == "ranks"
-        torch.maximum(answers, torch.tensor(theirs), out=answers)
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", other_rank)
     world = scattered()
-    served = world.scheduler(world.pools[1:], tp_size=2)
-    served.tp_cpu_group = "ranks"
-    tier_1 = serving.Defragmenter(served, Settings(compact=When.AUTO, compact_ms=1000))
+    tier_1 = Ranks(monkeypatch, theirs, 1 << 40).defragmenter(world)
     assert tier_1.run_pass() == (refused is None) and tier_1.report()["refused_because"] == refused
     assert not any(looks(tier_1, 899))
     schedules.check(world)
+
+
+def test_ranks_plan_with_the_budget_of_the_slowest_gpu(monkeypatch):
+    planned: list[int] = []
+    monkeypatch.setattr(planner, "plan", lambda _survey, _window, budget, *_: planned.append(budget))
+    Ranks(monkeypatch, (0, 0), 77).defragmenter(scattered()).run_pass()
+    assert planned == [77]
 
 
 def test_idle_compacts_to_the_end_and_then_rests(monkeypatch):
@@ -230,3 +251,15 @@ def test_it_waits_while_ids_are_held_elsewhere(what, change, caplog):
         assert not waiting.run_pass()
     assert what in caplog.text and waiting.report()["refused_because"] is None
     assert not any(looks(waiting, serving.STEPS_BETWEEN_PASSES)), "nor does it look at every step until then"
+
+
+def test_while_it_waits_no_step_loses_its_overlap_and_the_log_says_why_once(caplog):
+    world = scattered()
+    asked = defragmenter(world, When.IDLE)
+    world.tree.session_records = lambda: {"id": None}
+    assert asked.ask(True)
+    with caplog.at_level("INFO"):
+        assert not any(looks(asked, 10))
+    assert caplog.text.count("a streaming session holds KV rows") == 1
+    del world.tree.session_records
+    assert asked.due() and asked.run_pass()

@@ -58,7 +58,12 @@ def test_a_bad_variable_ends_the_process_instead_of_the_plugin():
 @pytest.mark.parametrize(
     ("arguments", "flag"),
     [({flag: True}, f"--{flag.replace('_', '-')}") for flag in serving.HOLDERS_ELSEWHERE]
-    + [({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"), ({"pp_size": 2}, "--pp-size 2")],
+    + [
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
+        ({"pp_size": 2}, "--pp-size 2"),
+        ({"dcp_size": 2}, "--dcp-size 2"),
+        ({"kv_canary": "log"}, "--kv-canary log"),
+    ],
 )
 def test_servers_whose_ids_are_held_elsewhere_are_refused(arguments, flag):
     assert serving.refusal(World(64).scheduler()) is None
@@ -69,7 +74,7 @@ def test_flags_that_are_refused_exist_upstream():
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(model_path="none", device="cpu")
-    for flag in (*serving.HOLDERS_ELSEWHERE, "disaggregation_mode", "pp_size"):
+    for flag in (*serving.HOLDERS_ELSEWHERE, "disaggregation_mode", "pp_size", "dcp_size", "kv_canary"):
         assert hasattr(arguments, flag), flag
 
 

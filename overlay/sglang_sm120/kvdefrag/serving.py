@@ -137,6 +137,7 @@ class Defragmenter:
         self._asked = self._stopped = False
         self._pace = Pace()
         self._idle_done = False
+        self._waits_for: str | None = None
         self._in_series = False
         self._before = self._after = torch.empty(0, dtype=torch.int64)
         self._passes = self._units_moved = self._gaps_closed = 0
@@ -150,7 +151,9 @@ class Defragmenter:
         seconds = settings.compact_ms / 1000
         # Where tests force a pass every step, much less is worth moving.
         self._units_per_gap = WINDOW_UNITS if settings.compact is When.EVERY_STEP else planner.UNITS_PER_GAP
-        self._budget_units = int(seconds * move_bytes_per_s(scheduler.device) / (2 * unit_bytes))
+        budget_units = int(seconds * move_bytes_per_s(scheduler.device) / (2 * unit_bytes))
+        # Ranks that plan differently would soon not agree on when to agree.
+        (self._budget_units,) = self._over_ranks([budget_units], torch.distributed.ReduceOp.MIN)
 
     # -- triggers --
 
@@ -170,7 +173,7 @@ class Defragmenter:
         if self._refusal or self._stopped:
             return False
         if self._asked or self._settings.compact is When.EVERY_STEP:
-            return True
+            return not self._waits()  # draining for nothing would cost every step its overlap
         if self._settings.compact is not When.AUTO or not self._pace.allows_a_look():
             return False
         if self._contiguity() < self._settings.compact_below:
@@ -203,9 +206,7 @@ class Defragmenter:
 
     def run_pass(self) -> bool:
         """Survey, plan and commit; whether anything was moved. A failure undoes the pass and turns compaction off."""
-        temporary = self._holds_unknown_ids()
-        if temporary:
-            logger.info("KV compaction waits: %s", temporary)
+        if self._waits():
             self._pace.wait(STEPS_BETWEEN_PASSES)
             return False
         self._wait_for_gpu()
@@ -237,14 +238,19 @@ class Defragmenter:
 
         Ranks that do not move the same KV in the same step would soon differ in what they evict.
         """
-        if self._scheduler.server_args.tp_size > 1:
-            answers = torch.tensor([steps, bool(self._refusal)])
-            torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MAX, self._scheduler.tp_cpu_group)
-            steps, failed = answers.tolist()
-            if failed and not self._refusal:
-                self._refusal = "a pass failed on another rank"
-                logger.error("KV compaction is off from now on: %s", self._refusal)
+        steps, failed = self._over_ranks([steps, bool(self._refusal)], torch.distributed.ReduceOp.MAX)
+        if failed and not self._refusal:
+            self._refusal = "a pass failed on another rank"
+            logger.error("KV compaction is off from now on: %s", self._refusal)
         return steps
+
+    def _over_ranks(self, values: list[int], op: torch.distributed.ReduceOp) -> list[int]:
+        """Each value over all ranks of the tensor parallel group, which all ask in the same step."""
+        if self._scheduler.server_args.tp_size == 1:
+            return values
+        everywhere = torch.tensor(values)
+        torch.distributed.all_reduce(everywhere, op, self._scheduler.tp_cpu_group)
+        return everywhere.tolist()
 
     def _account(self, survey: compactor.Survey, moves: planner.Plan, seconds: float) -> None:
         segments = len(survey.lengths)
@@ -280,6 +286,14 @@ class Defragmenter:
         census = self._census()
         metrics.publish(census)
         return census.total.contiguity
+
+    def _waits(self) -> bool:
+        """Whether this moment is no safe point. The log says why, once."""
+        reason = self._holds_unknown_ids()
+        if reason and reason != self._waits_for:
+            logger.info("KV compaction waits: %s", reason)
+        self._waits_for = reason
+        return reason is not None
 
     def _holds_unknown_ids(self) -> str | None:
         """Why this moment is no safe point, or None."""
@@ -331,6 +345,10 @@ def refusal(scheduler: Scheduler) -> str | None:
         return f"--disaggregation-mode {args.disaggregation_mode}: transfers hold KV ids"
     if args.pp_size > 1:
         return f"--pp-size {args.pp_size}: microbatches in flight hold KV ids"
+    if args.dcp_size > 1:
+        return f"--dcp-size {args.dcp_size}: a KV id names a slot of one of several ranks"
+    if args.kv_canary != "none":
+        return f"--kv-canary {args.kv_canary}: it checks KV by its id"
     allocator = scheduler.token_to_kv_pool_allocator
     if type(allocator) not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator, ExtentAllocator):
         return f"the KV allocator of this model is {type(allocator).__name__}, which is not known to compaction"
@@ -351,6 +369,8 @@ HOLDERS_ELSEWHERE = {
     "enable_hisparse": "its swap space holds KV ids",
     "enable_pdmux": "two event loops share the pool",
     "enable_dp_attention": "ranks would have to compact in the same step, which is not built",
+    "enable_return_routed_experts": "it keeps the experts of each token by its KV id",
+    "enable_return_indexer_topk": "it keeps the indexer's choices for each token by its KV id",
 }
 
 
@@ -368,7 +388,7 @@ def pool_buffers(pool: Any) -> list[torch.Tensor]:
 
 
 def move_bytes_per_s(device: str) -> float:
-    """Bytes a second, read and written, that a move is planned with. The same on every rank of like GPUs."""
+    """Bytes a second, read and written, that a move is planned with."""
     if torch.device(device).type != "cuda":
         return CPU_MOVE_BYTES_PER_S
     properties = torch.cuda.get_device_properties(device)
