@@ -244,7 +244,7 @@ class Defragmenter:
             logger.error("KV compaction is off from now on: %s", self._refusal)
         return steps
 
-    def _over_ranks(self, values: list[int], op: torch.distributed.ReduceOp) -> list[int]:
+    def _over_ranks(self, values: list[int], op: torch.distributed.ReduceOp.RedOpType) -> list[int]:
         """Each value over all ranks of the tensor parallel group, which all ask in the same step."""
         if self._scheduler.server_args.tp_size == 1:
             return values
