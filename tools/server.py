@@ -51,14 +51,14 @@ class Server:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            with _open(request, timeout=timeout_s) as response:
                 return response.read().decode()
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path} answered {error.code}: {error.read().decode(errors='replace')}") from error
 
     def get(self, path: str, timeout_s: float = 60) -> str:
         """GET, return the body as text."""
-        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+        with _open(self.url + path, timeout=timeout_s) as response:
             return response.read().decode()
 
     def info(self) -> dict[str, Any]:
@@ -74,6 +74,8 @@ class Server:
         return self.post("/generate", {"input_ids": [list(p) for p in prompts], "sampling_params": parameters})
 
 
+# The server is on this machine: no proxy that the environment names leads to it.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 _processes: set[subprocess.Popen] = set()
 
 

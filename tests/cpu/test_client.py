@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,34 @@ def test_another_program_there():
         client.server_info(url, None)
 
 
+@pytest.mark.parametrize("key", ["sec\ret", "secret\n", "s\N{HORIZONTAL ELLIPSIS}"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key, capsys):
+    parser = argparse.ArgumentParser()
+    client.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--api-key", key])
+    said = capsys.readouterr().err
+    assert "--api-key: it has a line end or another character" in said and key.strip() not in said
+
+
+def test_the_key_goes_to_nobody_else():
+    with answering(json.dumps(INFO), key="secret") as other:
+        moved = answering("", status=302, headers={"Location": f"{other}/server_info"})
+        with moved as url, pytest.raises(RuntimeError, match="answered 401"):
+            client.server_info(url, "secret")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_no_proxy_stands_between_this_machine_and_itself(host, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with answering(json.dumps(INFO)) as url:
+        assert client.server_info(url.replace("127.0.0.1", host), None) == INFO
+        assert json.loads(server.Server(url, Path()).get("/server_info")) == INFO
+    with pytest.raises(RuntimeError, match="Connection refused"):
+        client.ask("http://elsewhere.invalid", "server_info", None)
+
+
 def test_an_address_without_a_scheme_is_http_and_an_empty_one_is_refused(capsys):
     parser = argparse.ArgumentParser()
     client.add_arguments(parser)
@@ -51,7 +80,11 @@ def test_an_address_without_a_scheme_is_http_and_an_empty_one_is_refused(capsys)
     assert "--url: it is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("body", ["<html>", "[]", "{}", '{"internal_states": []}', "\N{BYTE ORDER MARK}"])
+@pytest.mark.parametrize(
+    "body",
+    ["<html>", "[]", "{}", '{"internal_states": []}', '{"internal_states": "ab"}', '{"internal_states": [null]}',
+     "\N{BYTE ORDER MARK}", b"\xff\xfe"],
+)  # fmt: skip
 def test_something_else_there(body):
     with answering(body) as url, pytest.raises(RuntimeError, match="is no SGLang server"):
         client.server_info(url, None)

@@ -143,7 +143,7 @@ def test_belief_learns_each_halving_and_guesses_the_next():
 def test_cost_is_a_line_between_measured_batches(batch_size, expected):
     table = StepCosts({8: {b: (float(b), 0.5) for b in (1, 4, 16)}})
     assert table.estimate(8, batch_size, 0) == pytest.approx(expected)
-    assert table.estimate(8, 4, 10) == pytest.approx(9.0)
+    assert table.estimate(8, batch_size, 10) == pytest.approx(expected + 5.0), "the context is that of all requests"
 
 
 def test_all_widths_are_tried_at_a_load_that_is_new():

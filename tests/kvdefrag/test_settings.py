@@ -124,7 +124,14 @@ def test_the_picture_of_a_pool_in_which_nothing_moved_is_drawn_once(tmp_path, ca
     assert Image.open(tmp_path / "kv.png").height == 2 * kv_map.TITLE_PIXELS + kv_map.CELL_PIXELS
 
 
-@pytest.mark.parametrize(("state", "says"), [({}, "runs without compaction"), ({"sm120_kv": {"map_after": []}}, "yet")])
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({}, "runs without compaction"),
+        ({"sm120_kv": {"map_after": [], "refused_because": None}}, "yet"),
+        ({"sm120_kv": {"map_after": [], "refused_because": "--pp-size 2"}}, "is off on the server at .*: --pp-size 2"),
+    ],
+)
 def test_no_map_yet_says_what_to_do(state, says, tmp_path):
     with answering(json.dumps({"internal_states": [state]})) as url, pytest.raises(RuntimeError, match=says):
         kv_map.run(argparse.Namespace(url=url, out=tmp_path / "kv.png", api_key=None))

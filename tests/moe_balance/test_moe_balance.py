@@ -99,6 +99,8 @@ def test_read_leaves_out_idle_steps_dense_layers_and_copies(tmp_path):
         (lambda p: None, [], "there is no such file"),
         (lambda p: p.write_text("no"), [], "not a dump of the expert-distribution recorder"),
         (lambda p: torch.save({"records": []}, p), [], "--expert-distribution-recorder-mode stat"),
+        (lambda p: torch.save({"logical_count": [1]}, p), [], "no tensor [steps, layers, experts]"),
+        (lambda p: dump(p, torch.ones(2, 8)), [], "no tensor [steps, layers, experts]"),
         (lambda p: dump(p, torch.zeros(2, 2, 8)), [], "no token was routed"),
         (lambda p: dump(p, torch.ones(2, 2, 8)), ["--copies", 2], "no multiples of --copies 2"),
         (
@@ -117,6 +119,18 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, write, words
     assert error.startswith("error: ")
     assert len(error.splitlines()) == 1
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("flag", ["--copies", "--ranks", "--tile", "--read-gbps", "--tflops", "--weight-bytes"])
+@pytest.mark.parametrize("value", ["0", "-2", "nan", "inf", "x"])
+def test_a_size_or_rate_that_is_none_is_refused(flag, value, capsys):
+    assert run(flag, value) == 2
+    assert f"argument {flag}: {value} is no " in capsys.readouterr().err
+
+
+def test_a_dot_in_the_name_is_no_suffix(tmp_path):
+    assert run("--record", dump(tmp_path / "d.pt", skewed()), "--out", tmp_path / "run-1.2") == 0
+    assert {path.name for path in tmp_path.glob("run*")} == {"run-1.2.json", "run-1.2.png"}
 
 
 def test_a_dump_becomes_json_picture_and_text(tmp_path, capsys):

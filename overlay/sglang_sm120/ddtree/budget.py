@@ -50,13 +50,14 @@ class StepCosts:
     def estimate(self, width: int, batch_size: int, context_tokens: int) -> float:
         """Seconds of a step of `batch_size` requests with `context_tokens` in all.
 
-        Between measured batch sizes a line, past the largest one its cost a request.
+        Between measured batch sizes a line, past the largest one its cost a request, and a context token.
         """
         measured = self.seconds[width]
         sizes = sorted(measured)
-        costs = [base + per_token * context_tokens for base, per_token in (measured[size] for size in sizes)]
         if batch_size > sizes[-1]:
-            return costs[-1] * batch_size / sizes[-1]
+            base, per_token = measured[sizes[-1]]
+            return base * batch_size / sizes[-1] + per_token * context_tokens
+        costs = [base + per_token * context_tokens for base, per_token in (measured[size] for size in sizes)]
         return float(np.interp(batch_size, sizes, costs))
 
 

@@ -81,6 +81,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise RuntimeError(
             f"the server at {arguments.url} runs without compaction; start it with SGLANG_SM120_KV_COMPACT=idle or auto"
         )
+    if not state["map_after"] and state["refused_because"]:
+        raise RuntimeError(f"compaction is off on the server at {arguments.url}: {state['refused_because']}")
     if not state["map_after"]:
         raise RuntimeError(
             "nothing has looked at the pool yet; POST /set_internal_state "

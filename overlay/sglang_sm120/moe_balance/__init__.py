@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_sm120 import client
@@ -18,25 +20,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--dump-dir", type=Path, help="where the server writes dumps (default: as upstream, /tmp)")
     source.add_argument("--record", type=Path, help="judge this dump instead of a running server")
     source.add_argument(
-        "--copies", type=int, help="how often the dump counts a token (default: asked of the server, or 1)"
+        "--copies", type=_above_0(int), help="how often the dump counts a token (default: asked of the server, or 1)"
     )
     layout = parser.add_argument_group("for which layout and GPU")
-    layout.add_argument("--ranks", type=int, help="GPUs that share the experts (default: asked of the server, or 8)")
+    layout.add_argument(
+        "--ranks", type=_above_0(int), help="GPUs that share the experts (default: asked of the server, or 8)"
+    )
     layout.add_argument(
         "--redundant", type=int, nargs="+", help="redundant experts to try (default: 0, 1 and 4 a rank)"
     )
     layout.add_argument("--model", type=Path, help="folder of the model's config.json, for milliseconds")
     layout.add_argument(
-        "--weight-bytes", type=float, default=2, help="bytes a weight: 2 bf16 (default), 1 fp8, 0.5 int4"
+        "--weight-bytes", type=_above_0(float), default=2, help="bytes a weight: 2 bf16 (default), 1 fp8, 0.5 int4"
     )
-    layout.add_argument("--read-gbps", type=float, default=1600, help="memory bandwidth (default 1600: RTX PRO 6000)")
     layout.add_argument(
-        "--tflops", type=float, default=400, help="matmul rate of the experts (default 400: RTX PRO 6000)"
+        "--read-gbps", type=_above_0(float), default=1600, help="memory bandwidth (default 1600: RTX PRO 6000)"
     )
-    layout.add_argument("--tile", type=int, default=64, help="tokens a tile of the grouped GEMM (default 64)")
+    layout.add_argument(
+        "--tflops", type=_above_0(float), default=400, help="matmul rate of the experts (default 400: RTX PRO 6000)"
+    )
+    layout.add_argument("--tile", type=_above_0(int), default=64, help="tokens a tile of the grouped GEMM (default 64)")
     parser.add_argument(
         "--out", type=Path, default=Path("moe-balance"), help="writes OUT.json and OUT.png (default moe-balance)"
     )
+
+
+def _above_0(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is no {'whole ' * (kind is int)}number above 0")
+        return value
+
+    return parse
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -56,9 +75,10 @@ def run(arguments: argparse.Namespace) -> None:
     redundant = arguments.redundant or [ranks * per_rank for per_rank in REDUNDANT_EXPERTS_PER_RANK]
     findings = report.findings(load, gpu, ranks, redundant, recording.expert_weights(model) if model else None)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.with_suffix(".json").write_text(report.to_json(findings))
-    report.draw(load).save(arguments.out.with_suffix(".png"))
+    table, picture = (arguments.out.with_name(arguments.out.name + suffix) for suffix in (".json", ".png"))
+    table.write_text(report.to_json(findings))
+    report.draw(load).save(picture)
     print(report.text(findings))
     if ranks == 1:
         print("one rank has all experts: --ranks N judges the layout of N")
-    print(f"written: {arguments.out.with_suffix('.json')} and {arguments.out.with_suffix('.png')}")
+    print(f"written: {table} and {picture}")

@@ -43,7 +43,10 @@ def read(path: Path, copies: int) -> Load:
         raise ValueError(f"--record {path}: not a dump of the expert-distribution recorder") from error
     if not isinstance(dump, dict) or "logical_count" not in dump:
         raise ValueError(f"--record {path}: no logical_count; record with --expert-distribution-recorder-mode stat")
-    counts = dump["logical_count"].long()
+    counts = dump["logical_count"]
+    if not isinstance(counts, torch.Tensor) or counts.dim() != 3:
+        raise ValueError(f"--record {path}: its logical_count is no tensor [steps, layers, experts]")
+    counts = counts.long()
     counts = counts[counts.sum((1, 2)) > 0]
     if len(counts) == 0:
         raise ValueError(f"no token was routed while {path} was recorded; send requests meanwhile")
