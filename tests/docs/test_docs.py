@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SERVING = (ROOT / "docs" / "serving.md").read_text()
 BLOCK = re.compile(r"^```\n(.*?)^```", re.M | re.S)
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.M | re.S)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 # Machine, model and format of each recipe of serving.md, in its order.
 MACHINES = [
@@ -83,6 +84,18 @@ def test_every_flag_exists(parser):
     for page in PAGES:
         unknown = {flag for flag in FLAG.findall(page.read_text()) if flag not in known and flag != "--tp"}
         assert not unknown, f"{page}: {unknown}"
+
+
+def test_every_make_target_tool_and_test_exists():
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
+    tools = {f"tools.{path.stem}" for path in (ROOT / "tools").glob("*.py")}
+    tests = list((ROOT / "tests").rglob("test_*.py"))
+    named = {path.stem for path in tests} | {n for t in tests for n in re.findall(r"def (test_\w+)", t.read_text())}
+    for page in PAGES:
+        code = "\n".join(CODE.findall(page.read_text()))
+        assert set(re.findall(r"\bmake ([a-z][a-z0-9-]*)", code)) <= targets, page
+        assert set(re.findall(r"python -m (tools\.\w+)", code)) <= tools, page
+        assert set(re.findall(r"\btest_\w+", code)) <= named, page
 
 
 def test_recipes_start(parser):
