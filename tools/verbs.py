@@ -273,8 +273,8 @@ def _runtime_pins(wheel: Path) -> dict[str, str]:
         (name,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
         metadata = Metadata.from_email(archive.read(name), validate=False)
     requirements = [Requirement(str(requirement)) for requirement in metadata.requires_dist or ()]
-    wanted = {canonicalize_name(requirement.name): requirement for requirement in requirements}
-    return {name: str(wanted[name].specifier) for name in _PINNED if name in wanted}
+    asked = {str(canonicalize_name(requirement.name)): str(requirement.specifier) for requirement in requirements}
+    return {name: asked[name] for name in _PINNED if name in asked}
 
 
 def requirement_problems(project: Project, lock: Lock) -> list[str]:
