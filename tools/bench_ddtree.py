@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools import bench_server, ddtree_page, grow_pair, kernels, server
-from tools.bench_server import Run
+from tools import ddtree_page, greedy, grow_pair, kernels, server
+from tools.bench_run import Run, ask_encoded, together
 from tools.pair import held_out_tokens
 
 BUDGET = 32
@@ -87,7 +87,7 @@ def prompts_of_many_lengths(text: list[int]) -> list[list[int]]:
 
 def answer(up: server.Server, encoded: str, tokens: int) -> list[tuple[float, int]]:
     """Seconds and steps that each of the prompts, `encoded` as JSON, takes for `tokens`."""
-    infos = bench_server.ask_encoded(up, encoded, tokens, REQUEST_TIMEOUT_S)
+    infos = ask_encoded(up, encoded, tokens, REQUEST_TIMEOUT_S)
     return [(info["e2e_latency"], info.get("spec_verify_ct", tokens - 1)) for info in infos]
 
 
@@ -132,7 +132,7 @@ def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
     few: dict[str, int] = {}
     for mode, up in run.ups.items():
         answer(up, encoded[0], FEW_TOKENS)
-        few[mode] = bench_server.together(partial(first_and_last, up, encoded[0]), FEW_TOKENS, MOST_FEW_TOKENS)
+        few[mode] = together(partial(first_and_last, up, encoded[0]), FEW_TOKENS, MOST_FEW_TOKENS)
     if "adaptive" in run.ups:
         row["learning_tok_s"] = learn(run.ups["adaptive"], encoded)
     taken: dict[str, list[list[tuple[float, float]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
@@ -180,7 +180,7 @@ def measure_all(run: Run, work: Path, contexts: list[int], batches: list[int]) -
                 with run.attempt(f"profile of batch {batch_size}"):
                     profile(run.ups["tree"], text, batch_size, context, run.out)
             pairs = [("none", mode) for mode in ("chain", "tree", "adaptive")]
-            bench_server.compare(run, pairs, prompts_of_many_lengths(text))
+            greedy.compare(run, pairs, prompts_of_many_lengths(text))
         have = {(row["ctx"], row["bs"]) for row in run.results["rows"]}
         for batch_size, context in itertools.product(batches, contexts):
             if run.late():

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import DeepseekV3ForCausalLM
 
-from tools import bench_server, server, tiny_model
+from tools import bench_run, server, tiny_model
 
 # On a GPU, widths for which every kernel is made; heads as long as real ones in either case.
 SIZE = (
@@ -53,7 +53,7 @@ class Traffic:
 
 # Without a GPU a step of 8,000 tokens takes longer than the recording.
 LOADS = {"prompts": Traffic(8, 1000 if torch.cuda.is_available() else 500, 1), "answers": Traffic(16, 10, 100)}
-GPU_FLAGS = [*bench_server.GPU_FLAGS, *bench_server.OURS, "--cuda-graph-backend-decode", "disabled",
+GPU_FLAGS = [*bench_run.GPU_FLAGS, *bench_run.OURS, "--cuda-graph-backend-decode", "disabled",
              "--mem-fraction-static", "0.1"]  # fmt: skip
 
 

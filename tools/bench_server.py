@@ -17,150 +17,45 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import shlex
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools import grow_pair, kernels, server, server_page, tiny_model
+from tools import greedy, grow_pair, kernels, server, server_page, tiny_model
+from tools.bench_run import OURS, REQUEST_TIMEOUT_S, SIMULATED_ACCEPT_LEN, Run, ask, ask_encoded, together
 from tools.pair import held_out_tokens
 
-GPU_FLAGS = shlex.split(
-    "--dtype bfloat16 --page-size 1 --disable-prefill-cuda-graph --skip-server-warmup --sampling-backend pytorch "
-    "--sleep-on-idle --random-seed 1 --max-running-requests 16 --chunked-prefill-size 8192 "
-    "--mem-fraction-static 0.6 --cuda-graph-bs-decode 1 4 16"
-)
 STOCK = shlex.split(
     "--prefill-attention-backend flashinfer --decode-attention-backend triton --speculative-attention-mode decode"
 )
-OURS = ["--attention-backend", "sm120_mla"]
 BACKENDS = {"stock": STOCK, "ours": OURS}
 MODES = ("plain", "chain-q8", "chain-q16", "ddtree-q8")
 KV_DTYPES = ("auto", "fp8_e4m3")
-SIMULATED_ACCEPT_LEN = 4
 # The drafter reads this much context on both sides: its own attention is upstream's and not what is compared.
 DRAFT_WINDOW_TOKENS = 4096
 REPEATS, PROMPT_REPEATS = 5, 3
 # A step's time is a difference of two calls: one of few steps, and one of as many more as take about SPAN_S. A batch's
 # requests arrive one after the other, so the few take so long that the first is not done before the last has come.
-FEW_STEPS, MOST_FEW_STEPS = 2, 512
+FEW_STEPS = 2
 LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 128, 0.12
 SLOW_STEP_S = 0.15
 TAIL_TOKENS = 16
 # Of the 50 prompts that are answered greedily.
 GREEDY_PROMPT_TOKENS = [1, 2, 7, 64, 65, 200, 511, 1000, 3000, 8000] * 4 + [12_000, 16_000] * 4 + [32_000, 31_999]
 TRAINED_LAYERS = 8
-START_TIMEOUT_S = 300  # four beside each other took 156 s where nothing was compiled yet
-REQUEST_TIMEOUT_S = 45
-
-
-@dataclass
-class Run:
-    """Servers that are up, the results so far, and when to stop measuring."""
-
-    out: Path
-    deadline: float
-    ups: dict[str, server.Server] = field(default_factory=dict)
-    stacks: dict[str, ExitStack] = field(default_factory=dict)
-    results: dict[str, Any] = field(
-        default_factory=lambda: {"rows": [], "prefill": [], "equal": {}, "metrics": {}, "absent": {}}
-    )
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def late(self) -> bool:
-        """Whether the time for measuring is over."""
-        return time.monotonic() > self.deadline
-
-    def save(self) -> None:
-        """Write what there is: a run that is cut short keeps it."""
-        with self.lock:
-            write_result(self.out / "server-run.json", self.results)
-
-    def note_equal(self, pair: str, found: dict[str, Any]) -> None:
-        """Keep how two servers' greedy tokens compare."""
-        with self.lock:
-            self.results["equal"][pair] = found
-        print(f"{pair}: {found}", flush=True)
-
-    @contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
-        """Note what fails under `absent` and go on: whatever went wrong costs its own rows, and no time on a GPU."""
-        try:
-            yield
-        except Exception as error:
-            self.results["absent"][what] = f"{type(error).__name__}: {error}"
-            print(f"{what} failed: {self.results['absent'][what]}", flush=True)
-
-    def launch(self, stack: ExitStack, model: Path, variants: dict[str, list[str]], gpus: int = 1) -> None:
-        """Start every variant at once."""
-        everywhere = os.sched_getaffinity(0)
-
-        def start(name: str) -> None:
-            os.sched_setaffinity(0, cpus_of(variants[name], everywhere, gpus))  # of this thread; the server inherits it
-            # Beside other servers, the memory of two GPUs is never alike.
-            env = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
-            if "chain-q" in name:
-                env["SGLANG_SIMULATE_ACC_LEN"] = str(SIMULATED_ACCEPT_LEN)
-            log = self.out / "logs" / f"{name}.log"
-            with self.attempt(name):
-                running = server.running(model, log, variants[name], env, GPU_FLAGS, START_TIMEOUT_S)
-                self.stacks[name] = stack.enter_context(ExitStack())
-                self.ups[name] = self.stacks[name].enter_context(running)
-
-        begin = time.monotonic()
-        with ThreadPoolExecutor(len(variants)) as pool:
-            list(pool.map(start, variants))
-        print(f"{len(self.ups)} servers ready after {time.monotonic() - begin:.0f} s", flush=True)
-
-    def end(self, names: Iterable[str]) -> None:
-        """End servers that are not needed any more."""
-        for name in names:
-            if self.ups.pop(name, None):
-                self.stacks[name].close()
-
-
-def cpus_of(flags: list[str], everywhere: set[int], gpus: int) -> set[int]:
-    """The part of the CPUs that goes with the server's GPU; all of them where it names none."""
-    if "--base-gpu-id" not in flags:
-        return everywhere
-    gpu, each = int(flags[flags.index("--base-gpu-id") + 1]), len(everywhere) // gpus
-    return set(sorted(everywhere)[gpu * each : (gpu + 1) * each]) or everywhere
 
 
 def prompt_ids(seed: int, tokens: int) -> list[int]:
     """Random text tokens; a longer prompt of the same seed starts with the shorter one."""
     rng = random.Random(seed)
     return [rng.randrange(3, 2048) for _ in range(tokens)]
-
-
-def ask(up: server.Server, prompts: list[list[int]], new_tokens: int, **more: Any) -> list[dict[str, Any]]:
-    """Greedy answers to prompts sent together."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    return up.post("/generate", {"input_ids": prompts, "sampling_params": sampling} | more, REQUEST_TIMEOUT_S)
-
-
-def ask_encoded(up: server.Server, encoded: str, new_tokens: int, timeout_s: float) -> list[dict[str, Any]]:
-    """What the server says of each greedy answer to prompts that are JSON already: long ones take seconds to encode."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
-    return [answer["meta_info"] for answer in up.post("/generate", body, timeout_s)]
-
-
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result with the machine it was measured on."""
-    import torch
-
-    where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    path.write_text(json.dumps(where | result, indent=1) + "\n")
 
 
 def variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
@@ -270,20 +165,6 @@ def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) 
     run.save()
 
 
-def together(call: Callable[[int], tuple[float, float]], least: int, most: int = MOST_FEW_STEPS) -> int:
-    """How many steps or tokens a request takes until none of its batch is done before the last has come.
-
-    `call` says after how many seconds the first and the last request of a batch are done; the last to be done with
-    `least` has come by then. Gives up at `most`.
-    """
-    few = least
-    first_s, arrived_s = call(few)
-    while first_s < 0.98 * arrived_s and few < most:
-        few *= 4
-        first_s, _ = call(few)
-    return few
-
-
 def measured(path: Path) -> set[tuple[Any, ...]]:
     """Rows of an earlier run that need not be taken again: those of the present kernels with both sides."""
     rows = json.loads(path.read_text())["rows"]
@@ -323,86 +204,6 @@ def cache_prompt(run: Run, names: list[str], prompt: list[int]) -> None:
 
     with ThreadPoolExecutor(len(names) or 1) as pool:
         list(pool.map(read, names))
-
-
-def compare_greedy(
-    want: list[dict[str, Any]], got: list[dict[str, Any]], yardstick: float | None = None
-) -> dict[str, Any]:
-    """Compare greedy answers with top-2 log-probabilities.
-
-    Noise is the largest difference of a chosen token's log-probability over the positions before any divergence. The
-    first divergence of a prompt is a tie when the reference's top-2 gap there is at most twice the `yardstick`, the
-    noise of a pair that is known to be right (this pair's own if None, which an error would raise too); the rest of
-    that prompt follows another text and is not compared.
-    """
-    differences, divergences = [], []
-    for prompt, (a, b) in enumerate(zip(want, got, strict=True)):
-        pairs = zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True)
-        for at, (left, right) in enumerate(pairs):
-            if left[1] != right[1]:
-                top = a["meta_info"]["output_top_logprobs"][at]
-                divergences.append({"prompt": prompt, "at": at, "gap": top[0][0] - top[1][0]})
-                break
-            differences.append(abs(left[0] - right[0]))
-    noise = max(differences, default=0.0)
-    tie_gap = 2 * (noise if yardstick is None else yardstick)
-    errors = [d for d in divergences if d["gap"] > tie_gap]
-    return {
-        "kernel_hash": kernels.source_hash(),
-        "prompts": len(want),
-        "positions": len(differences),
-        "noise": noise,
-        "tie_gap": tie_gap,
-        "mean": statistics.fmean(differences or [0.0]),
-        "identical": len(want) - len(divergences),
-        "ties": len(divergences) - len(errors),
-        "errors": errors,
-    }
-
-
-def greedy(up: server.Server, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """32 greedy tokens of each prompt, one prompt after the other, with the top two log-probabilities."""
-    return [ask(up, [prompt], 32, return_logprob=True, top_logprobs_num=2)[0] for prompt in prompts]
-
-
-def compare(
-    run: Run, pairs: list[tuple[str, str]], prompts: list[list[int]], yardstick: tuple[str, str] | None = None
-) -> float | None:
-    """Greedy answers of all servers named in `pairs` (reference, other), asked side by side, compared pair by pair.
-
-    The noise of the `yardstick`, one of the pairs, says what is a tie in all whose KV has one dtype; returned.
-    """
-    answers: dict[str, list[dict[str, Any]]] = {}
-
-    def answer(name: str) -> None:
-        with run.attempt(f"greedy tokens of {name}"):
-            answers[name] = greedy(run.ups[name], prompts)
-
-    names = [name for name in dict.fromkeys(itertools.chain(*pairs)) if name in run.ups]
-    with ThreadPoolExecutor(len(names) or 1) as pool:
-        list(pool.map(answer, names))
-    noise = None
-    if yardstick and all(name in answers for name in yardstick):
-        noise = compare_greedy(answers[yardstick[0]], answers[yardstick[1]])["noise"]
-    for reference, other in pairs:
-        if reference in answers and other in answers:
-            one_dtype = ("fp8" in reference) == ("fp8" in other)
-            found = compare_greedy(answers[reference], answers[other], noise if one_dtype else None)
-            if one_dtype and noise is None:
-                found["note"] = "by its own noise"
-            run.note_equal(f"{other} against {reference}", found)
-    run.save()
-    return noise
-
-
-def control(run: Run, name: str, prompts: list[list[int]], others: list[int], yardstick: float | None) -> None:
-    """What the comparison sees of an attention that errs: one server, the first half of long prompts from `others`."""
-    with run.attempt(f"control of {name}"):
-        long = [prompt for prompt in prompts if len(prompt) >= 1000]
-        changed = [others[: len(p) // 2] + p[len(p) // 2 :] for p in long]
-        found = compare_greedy(greedy(run.ups[name], long), greedy(run.ups[name], changed), yardstick)
-        run.note_equal(f"control: {name}, half of each prompt replaced", found)
-        run.save()
 
 
 def equal_variants(args: argparse.Namespace, pair: Path) -> dict[str, list[str]]:
@@ -455,13 +256,13 @@ def compare_all(run: Run, pair: Path) -> None:
 
     def random_model() -> None:
         prompts = [prompt_ids(100 + i, tokens) for i, tokens in enumerate(GREEDY_PROMPT_TOKENS)]
-        noise = compare(run, RANDOM_PAIRS, prompts, RANDOM_PAIRS[0])
-        control(run, "ours-plain-auto", prompts, prompt_ids(500, max(GREEDY_PROMPT_TOKENS)), noise)
+        noise = greedy.compare(run, RANDOM_PAIRS, prompts, RANDOM_PAIRS[0])
+        greedy.control(run, "ours-plain-auto", prompts, prompt_ids(500, max(GREEDY_PROMPT_TOKENS)), noise)
 
     def trained_model() -> None:
         prompts = [text[997 * i : 997 * i + tokens] for i, tokens in enumerate(GREEDY_PROMPT_TOKENS)]
-        noise = compare(run, TRAINED_PAIRS, prompts, TRAINED_PAIRS[0])
-        control(run, "trained-ours", prompts, text[::-1], noise)
+        noise = greedy.compare(run, TRAINED_PAIRS, prompts, TRAINED_PAIRS[0])
+        greedy.control(run, "trained-ours", prompts, text[::-1], noise)
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(random_model), pool.submit(trained_model)]:

@@ -1,4 +1,4 @@
-"""tools/bench_server.py: what a server that is missing or fails costs, and what a run resumes."""
+"""The benches of servers: what a server that is missing or fails costs, and what a run resumes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tools import bench_ddtree, bench_server, kernels, server, server_page
+from tools import bench_ddtree, bench_run, bench_server, greedy, kernels, server, server_page
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch) -> bench_server.Run:
-    monkeypatch.setattr(bench_server, "write_result", lambda path, result: path.write_text(json.dumps(result)))
-    return bench_server.Run(tmp_path, math.inf)
+def run(tmp_path, monkeypatch) -> bench_run.Run:
+    monkeypatch.setattr(bench_run, "write_result", lambda path, result: path.write_text(json.dumps(result)))
+    return bench_run.Run(tmp_path, math.inf)
 
 
 def meta_info(asked: dict[str, Any], seconds: float, accept: int = 1) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_without_the_servers_of_a_comparison_the_table_is_still_measured(run, mo
             raise RuntimeError("out of memory")
         yield answering(0.01)
 
-    monkeypatch.setattr(bench_server.server, "running", running)
+    monkeypatch.setattr(server, "running", running)
     asked = argparse.Namespace(
         work=run.out,
         contexts=[64],
@@ -132,10 +132,10 @@ def test_without_the_servers_of_a_comparison_the_table_is_still_measured(run, mo
 
 
 def test_servers_of_a_gpu_get_its_part_of_the_cpus():
-    parts = [bench_server.cpus_of(["--base-gpu-id", str(gpu)], set(range(3, 35)), 2) for gpu in range(2)]
+    parts = [bench_run.cpus_of(["--base-gpu-id", str(gpu)], set(range(3, 35)), 2) for gpu in range(2)]
     assert parts == [set(range(3, 19)), set(range(19, 35))]
-    assert bench_server.cpus_of(["--tp-size", "2"], {4, 5}, 2) == {4, 5}
-    assert bench_server.cpus_of(["--base-gpu-id", "1"], {4}, 2) == {4}
+    assert bench_run.cpus_of(["--tp-size", "2"], {4, 5}, 2) == {4, 5}
+    assert bench_run.cpus_of(["--base-gpu-id", "1"], {4}, 2) == {4}
 
 
 def test_servers_that_are_only_compared_end_before_the_table(run, monkeypatch):
@@ -146,8 +146,8 @@ def test_servers_that_are_only_compared_end_before_the_table(run, monkeypatch):
         yield answering(0.01)
         ended.append(log.stem)
 
-    monkeypatch.setattr(bench_server.server, "running", running)
-    with bench_server.ExitStack() as stack:
+    monkeypatch.setattr(server, "running", running)
+    with bench_run.ExitStack() as stack:
         run.launch(stack, run.out, {"ours-plain-auto": [], "triton": []})
         run.end(["triton"])
         assert ended == ["triton"] and list(run.ups) == ["ours-plain-auto"]
@@ -157,7 +157,7 @@ def test_servers_that_are_only_compared_end_before_the_table(run, monkeypatch):
 def test_the_tree_bench_goes_on_without_a_mode_and_a_profile(run, monkeypatch):
     monkeypatch.setattr(bench_ddtree.grow_pair, "grow", lambda work, **_: work)
     monkeypatch.setattr(bench_ddtree, "held_out_tokens", lambda _pair: list(range(100)))
-    monkeypatch.setattr(bench_server, "compare", lambda *_: None)
+    monkeypatch.setattr(greedy, "compare", lambda *_: None)
 
     @contextmanager
     def running(_model, log, *_):
@@ -165,7 +165,7 @@ def test_the_tree_bench_goes_on_without_a_mode_and_a_profile(run, monkeypatch):
             raise RuntimeError("out of memory")
         yield answering(0.01)
 
-    monkeypatch.setattr(bench_server.server, "running", running)
+    monkeypatch.setattr(server, "running", running)
     run.results["rows"] = [{"ctx": 32, "bs": 1}]
     bench_ddtree.measure_all(run, run.out, [32, 64], [1])
     _, row = run.results["rows"]
@@ -195,22 +195,22 @@ def test_an_error_does_not_make_itself_a_tie():
     """Attention that errs shifts every log-probability: by its own noise all that follows would be a tie."""
     want = says((5, -1.0, 2.0), (6, -0.5, 1.5), (7, -0.5, 3.0))
     wrong = says((5, -2.0, 0.1), (9, -0.1, 4.0), (7, -0.5, 3.0))
-    itself = bench_server.compare_greedy(want, wrong)
-    judged = bench_server.compare_greedy(want, wrong, yardstick=0.1)
+    itself = greedy.compare_greedy(want, wrong)
+    judged = greedy.compare_greedy(want, wrong, yardstick=0.1)
     assert itself["noise"] == judged["noise"] == pytest.approx(1.0) and itself["positions"] == 1
     assert (itself["ties"], itself["errors"], itself["tie_gap"]) == (1, [], pytest.approx(2.0))
     assert (judged["ties"], judged["tie_gap"]) == (0, pytest.approx(0.2))
     assert judged["errors"] == [{"prompt": 0, "at": 1, "gap": pytest.approx(1.5)}]
-    assert bench_server.compare_greedy(want, want, yardstick=0.1)["identical"] == 1
+    assert greedy.compare_greedy(want, want, yardstick=0.1)["identical"] == 1
 
 
 def test_the_yardstick_is_for_pairs_whose_kv_has_one_dtype(run, monkeypatch):
     right, near, wrong = says((5, -1.0, 0.3)), says((5, -1.1, 0.3)), says((8, -0.2, 0.3))
     answers = {"triton": right, "stock": near, "ours": wrong, "ours-fp8": wrong}
     run.ups = {name: name for name in answers}
-    monkeypatch.setattr(bench_server, "greedy", lambda name, _prompts: answers[name])
+    monkeypatch.setattr(greedy, "greedy", lambda name, _prompts: answers[name])
     pairs = [("triton", name) for name in ("stock", "ours", "ours-fp8")]
-    assert bench_server.compare(run, pairs, [[1]], pairs[0]) == pytest.approx(0.1)
+    assert greedy.compare(run, pairs, [[1]], pairs[0]) == pytest.approx(0.1)
     gaps = [found["tie_gap"] for found in run.results["equal"].values()]
     assert gaps == [pytest.approx(0.2), pytest.approx(0.2), 0.0]
     assert len(run.results["equal"]["ours against triton"]["errors"]) == 1
