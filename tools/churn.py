@@ -1,6 +1,6 @@
 """Upstream's own row pool, allocators and prefix cache, driven without a model: arrivals, prefill, decode or verify.
 
-Used by the property tests and by `tools/bench_defrag.py`. Nothing of the memory management is imitated:
+Used by the property tests and by `tools/defrag_pool.py`. Nothing of the memory management is imitated:
 `alloc_for_extend`, `alloc_for_decode`, `alloc_for_spec_decode`, `checkpoint_kv_cache` and `release_kv_cache` are
 upstream's. The KV written for a token is a hash of all tokens up to it, so shared prefixes have equal KV, and any slot
 that goes astray shows.

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tools import bench_defrag, defrag_page
+from tools import bench_defrag, defrag_kernels, defrag_page, defrag_pool, defrag_traffic, kernels
+from tools.churn import World
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "bench"
 
@@ -70,13 +71,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serving, "move_bytes_per_s", lambda _: 3e9)
     monkeypatch.setattr(serving, "PASS_SHARE", 1.0)  # on a busy machine a pass takes long
     monkeypatch.setattr(ops, "mla_verify", lambda *_, **__: None)
-    monkeypatch.setattr(bench_defrag, "median_ms", lambda call: call() and 1.0)
+    monkeypatch.setattr(defrag_pool, "median_ms", lambda call: call() and 1.0)
     with OnTheCpu():
         yield
 
 
 def test_steps_compares_the_same_stretches_with_a_pass_at_every_look(no_gpu):
-    result = bench_defrag.steps(layers=2, slots=16_384, requests=8, tokens=1_024, count=600, repeats=2)
+    result = defrag_pool.steps(layers=2, slots=16_384, requests=8, tokens=1_024, count=600, repeats=2)
     assert min(result["passes"]) >= 1, "a look in 256 steps or more, each with a pass"
     assert result["steps"] == 1200
     assert set(result["rise"]) == {"mean", "p50", "p95", "p98", "p99", "longest"}
@@ -85,16 +86,16 @@ def test_steps_compares_the_same_stretches_with_a_pass_at_every_look(no_gpu):
 
 
 def test_compaction_counts_what_moves(no_gpu, monkeypatch):
-    monkeypatch.setattr(bench_defrag, "churned", lambda device, size: churned_little(size))
-    result = bench_defrag.compaction(layers=3, slots=16_384, rounds=2)
+    monkeypatch.setattr(defrag_pool, "churned", lambda device, size: churned_little(size))
+    result = defrag_pool.compaction(layers=3, slots=16_384, rounds=2)
     assert result["passes"] == len(result["all"]) > 2
     assert all(p["bytes"] == 2 * p["units"] * 3 * 1152 > 0 for p in result["all"])
     assert result["gb_per_s"]["move"] >= result["gb_per_s"]["commit"] > result["gb_per_s"]["wall"] > 0
     assert result["mean_run_length_after"] > 2 * result["mean_run_length_before"]
 
 
-def churned_little(size: int) -> bench_defrag.World:
-    world = bench_defrag.World(size, max_requests=8, max_context=2_048, with_kv=False)
+def churned_little(size: int) -> World:
+    world = World(size, max_requests=8, max_context=2_048, with_kv=False)
     for i in range(8):
         assert world.arrive([i] * 3, 10_000)
     for _ in range(1_000):
@@ -131,12 +132,12 @@ def test_serve_takes_turns_and_keeps_every_round(no_gpu, monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tiny_model, "write", lambda *_, **__: None)
-    monkeypatch.setattr(bench_defrag.server, "running", lambda *_, **__: nullcontext(Up(log)))
-    monkeypatch.setattr(bench_defrag, "_token_times", lambda up, prompt, tokens: iter(range(100)))
+    monkeypatch.setattr(defrag_traffic.server, "running", lambda *_, **__: nullcontext(Up(log)))
+    monkeypatch.setattr(defrag_traffic, "_token_times", lambda up, prompt, tokens: iter(range(100)))
     saved: list[dict] = []
-    result = bench_defrag.serve(saved.append, requests=6, arrivals_per_s=1e4, repeats=3)
+    result = defrag_traffic.serve(saved.append, requests=6, arrivals_per_s=1e4, repeats=3)
     assert [s["repeats"] for s in saved] == [1, 2, 3] and saved[-1] == result
-    assert [case["tiers"] for case in result["cases"]] == list(bench_defrag.TIERS)
+    assert [case["tiers"] for case in result["cases"]] == list(defrag_traffic.TIERS)
     for case in result["cases"]:
         rates = [row["tokens_per_s"] for row in case["repeats"]]
         assert case["tokens_per_s"] == sorted(rates)[1]
@@ -145,13 +146,18 @@ def test_serve_takes_turns_and_keeps_every_round(no_gpu, monkeypatch, tmp_path):
     assert result["cases"][0]["against_off"] == 1
 
 
+def test_the_kernel_reads_slots_as_the_bench_thinks():
+    """`fastpath` changes one statement of it, on a GPU, where nobody should find out that it is another one."""
+    assert defrag_kernels.slot_loader(kernels.SOURCES).suffix == ".cuh"
+
+
 def test_a_part_that_fails_costs_only_itself(monkeypatch, tmp_path, capsys):
     def fail(*_: object) -> dict:
         raise RuntimeError("no such luck")
 
     out = tmp_path / "new" / "defrag.json"
-    monkeypatch.setattr(bench_defrag, "churn", fail)
-    monkeypatch.setattr(bench_defrag, "draw_map", lambda *_: {"passes": 3})
+    monkeypatch.setattr(defrag_pool, "churn", fail)
+    monkeypatch.setattr(defrag_pool, "draw_map", lambda *_: {"passes": 3})
     monkeypatch.setattr("sys.argv", ["bench_defrag", "churn", "map", "--out", str(out)])
     with pytest.raises(SystemExit, match="failed: churn"):
         bench_defrag.main()
