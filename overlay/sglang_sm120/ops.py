@@ -250,6 +250,43 @@ def _params(
     for name, tensor in tensors.items():
         if tensor is not None:
             _expect(tensor.device == q.device, f"{name} is on {tensor.device}, q on {q.device}")
+    _check_rows(q, out, lse)
+    _check_kv(kv_pool, req_to_token)
+    _check_batch(rows, req_pool_indices, kv_lens, q_len, qo_indptr)
+    if tree_mask is not None:
+        _check_mask(tree_mask, rows if q_len is None else batch * q_len, q_len)
+    if workspace is not None:
+        _expect(
+            workspace.numel() * workspace.element_size() >= workspace_bytes(q.device)
+            and workspace.data_ptr() % 16 == 0,
+            f"workspace must have {workspace_bytes(q.device)} bytes, aligned to 16: use ops.new_workspace",
+        )
+    if os.environ.get("SGLANG_SM120_CHECK_SLOTS") == "1":
+        _check_slots(kv_pool.shape[0], req_to_token, req_pool_indices, kv_lens)
+    addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+    return _Params(
+        kv=addresses.pop("kv_pool"),
+        **addresses,
+        kv_stride_bytes=kv_pool.stride(0) * kv_pool.element_size(),
+        req_to_token_stride=req_to_token.stride(0),
+        req_pool_indices_stride=_int32_stride("req_pool_indices", req_pool_indices),
+        kv_lens_stride=_int32_stride("kv_lens", kv_lens),
+        batch=batch,
+        q_len=q_len or 0,
+        total_q=rows,
+        heads=q.shape[1],
+        mask_words=0 if tree_mask is None else tree_mask.shape[1],
+        kv_is_fp8=kv_pool.dtype == torch.float8_e4m3fn,
+        num_sms=_num_sms(q.device),
+        early_launch=torch.cuda.get_device_capability(q.device) >= (9, 0),
+        sm_scale=sm_scale,
+        kv_scale=kv_scale,
+        logit_cap=logit_cap,
+    )
+
+
+def _check_rows(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Queries, and what is written for them."""
     _expect(q.dtype == torch.bfloat16, f"q is {q.dtype}; it must be bfloat16")
     _expect(q.dim() == 3 and q.shape[2] == HEAD_DIM, f"q is {list(q.shape)}; it must be [T, H, {HEAD_DIM}]")
     _expect(1 <= q.shape[1] <= MAX_HEADS, f"q has {q.shape[1]} heads; 1 to {MAX_HEADS} are supported")
@@ -264,19 +301,29 @@ def _params(
         lse.dtype == torch.float32 and lse.shape == q.shape[:2],
         f"lse is {lse.dtype} {list(lse.shape)}; it must be float32 {list(q.shape[:2])}",
     )
+
+
+def _check_kv(kv_pool: torch.Tensor, req_to_token: torch.Tensor) -> None:
     _expect(kv_pool.dtype in KV_DTYPES, f"kv_pool is {kv_pool.dtype}; it must be bfloat16 or float8_e4m3fn")
     _expect(
         kv_pool.shape[-1] == HEAD_DIM and kv_pool.numel() == kv_pool.shape[0] * HEAD_DIM and kv_pool.stride(-1) == 1,
         f"kv_pool is {list(kv_pool.shape)} with strides {kv_pool.stride()}; it must be rows of {HEAD_DIM} values",
     )
-    kv_stride_bytes = kv_pool.stride(0) * kv_pool.element_size()
     _expect(
-        kv_pool.data_ptr() % 16 == 0 and kv_stride_bytes % 16 == 0, "kv_pool rows must start at multiples of 16 bytes"
+        kv_pool.data_ptr() % 16 == 0 and kv_pool.stride(0) * kv_pool.element_size() % 16 == 0,
+        "kv_pool rows must start at multiples of 16 bytes",
     )
     _expect(
         req_to_token.dtype == torch.int32 and req_to_token.dim() == 2 and req_to_token.stride(1) == 1,
         f"req_to_token is {req_to_token.dtype} {list(req_to_token.shape)}; it must be int32 [requests, context]",
     )
+
+
+def _check_batch(
+    rows: int, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor, q_len: int | None, qo_indptr: torch.Tensor | None
+) -> None:
+    """The requests, and how the `rows` of q are theirs."""
+    batch = kv_lens.shape[0]
     _expect(batch <= MAX_BATCH, f"kv_lens has {batch} requests; at most {MAX_BATCH} are supported")
     _expect(req_pool_indices.shape == kv_lens.shape, "req_pool_indices and kv_lens must have one entry per request")
     _expect((q_len is None) != (qo_indptr is None), "give exactly one of q_len and qo_indptr")
@@ -288,54 +335,17 @@ def _params(
             f"qo_indptr is {qo_indptr.dtype} {list(qo_indptr.shape)}; it must be int32 [{batch + 1}]",
         )
         _expect(batch > 0 or rows == 0, f"q has {rows} rows, but kv_lens names no request")
-    words = 0
-    if tree_mask is not None:
-        _expect(
-            tree_mask.dtype in (torch.int32, torch.uint32) and tree_mask.dim() == 2 and tree_mask.is_contiguous(),
-            f"tree_mask is {tree_mask.dtype} {list(tree_mask.shape)}; it must be contiguous int32 or uint32 [T, W]",
-        )
-        words = tree_mask.shape[1]
-        _expect(tree_mask.shape[0] >= (rows if q_len is None else batch * q_len), "tree_mask has fewer rows than q")
-        _expect(q_len is None or words >= mask_words(q_len), f"tree_mask has {words} words for q_len {q_len}")
-    if workspace is not None:
-        _expect(
-            workspace.numel() * workspace.element_size() >= workspace_bytes(q.device)
-            and workspace.data_ptr() % 16 == 0,
-            f"workspace must have {workspace_bytes(q.device)} bytes, aligned to 16: use ops.new_workspace",
-        )
-    if os.environ.get("SGLANG_SM120_CHECK_SLOTS") == "1":
-        _check_slots(kv_pool.shape[0], req_to_token, req_pool_indices, kv_lens)
 
-    def address(tensor: torch.Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
 
-    return _Params(
-        q=address(q),
-        kv=address(kv_pool),
-        req_to_token=address(req_to_token),
-        req_pool_indices=address(req_pool_indices),
-        kv_lens=address(kv_lens),
-        qo_indptr=address(qo_indptr),
-        tree_mask=address(tree_mask),
-        out=address(out),
-        lse=address(lse),
-        workspace=address(workspace),
-        kv_stride_bytes=kv_stride_bytes,
-        req_to_token_stride=req_to_token.stride(0),
-        req_pool_indices_stride=_int32_stride("req_pool_indices", req_pool_indices),
-        kv_lens_stride=_int32_stride("kv_lens", kv_lens),
-        batch=batch,
-        q_len=q_len or 0,
-        total_q=rows,
-        heads=q.shape[1],
-        mask_words=words,
-        kv_is_fp8=kv_pool.dtype == torch.float8_e4m3fn,
-        num_sms=_num_sms(q.device),
-        early_launch=torch.cuda.get_device_capability(q.device) >= (9, 0),
-        sm_scale=sm_scale,
-        kv_scale=kv_scale,
-        logit_cap=logit_cap,
+def _check_mask(tree_mask: torch.Tensor, rows: int, q_len: int | None) -> None:
+    """Ancestor words for `rows` rows."""
+    _expect(
+        tree_mask.dtype in (torch.int32, torch.uint32) and tree_mask.dim() == 2 and tree_mask.is_contiguous(),
+        f"tree_mask is {tree_mask.dtype} {list(tree_mask.shape)}; it must be contiguous int32 or uint32 [T, W]",
     )
+    words = tree_mask.shape[1]
+    _expect(tree_mask.shape[0] >= rows, "tree_mask has fewer rows than q")
+    _expect(q_len is None or words >= mask_words(q_len), f"tree_mask has {words} words for q_len {q_len}")
 
 
 def _check_slots(slots: int, req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor) -> None:
