@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import DeepseekV3ForCausalLM
 
-from tools import bench_run, server, tiny_model
+from tools import bench_run, checkpoints, server, tiny_model
 
 # On a GPU, widths for which every kernel is made; heads as long as real ones in either case.
 SIZE = (
@@ -72,7 +72,7 @@ def write_model(out: Path) -> Path:
             buffer.normal_(0.0, BIAS_STD)
     model.to(torch.bfloat16 if torch.cuda.is_available() else torch.float32).save_pretrained(out)
     tiny_model.tokenizer(VOCABULARY).save_pretrained(out)
-    tiny_model.finish_config(out, SIZE)
+    checkpoints.finish_config(out, checkpoints.rope(SIZE.max_context_tokens))
     return out
 
 

@@ -6,12 +6,12 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
+
+from tools import checkpoints
 
 # Any fixed text will do: it only has to give the byte-level BPE its merges.
 TOKENIZER_TEXT = [Path(json.__file__).read_text(), Path(argparse.__file__).read_text()]
@@ -43,32 +43,6 @@ SIZES = {
 }
 
 
-def rope(max_context_tokens: int) -> dict[str, float | int | str]:
-    """Yarn from 4,096 tokens, as Kimi K2 has it."""
-    return {
-        "rope_type": "yarn",
-        "factor": max_context_tokens / 4096,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 1.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "rope_theta": 50000.0,
-    }
-
-
-def sglang_keys(parameters: dict[str, float | int | str]) -> dict[str, Any]:
-    """Keys that SGLang reads and transformers does not write."""
-    scaling = {k: v for k, v in parameters.items() if k not in ("rope_theta", "rope_type")} | {"type": "yarn"}
-    return {
-        "rope_theta": parameters["rope_theta"],
-        "rope_scaling": scaling,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }
-
-
 def config(size: Size, vocab_size: int) -> DeepseekV3Config:
     """DeepseekV3 as Kimi K2 uses it (latent 512 + rope 64, sigmoid-scored MoE with a shared expert), scaled down."""
     return DeepseekV3Config(
@@ -93,7 +67,7 @@ def config(size: Size, vocab_size: int) -> DeepseekV3Config:
         qk_nope_head_dim=size.head,
         v_head_dim=size.head,
         max_position_embeddings=size.max_context_tokens,
-        rope_parameters=rope(size.max_context_tokens),
+        rope_parameters=checkpoints.rope(size.max_context_tokens),
         rope_interleave=True,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -103,16 +77,7 @@ def config(size: Size, vocab_size: int) -> DeepseekV3Config:
 
 def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE without a BOS token, trained on standard-library sources; ids above 2 are text."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<pad>", "<eos>", "<mask>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(TOKENIZER_TEXT, trainer)
+    bpe = checkpoints.byte_level_bpe(TOKENIZER_TEXT, vocab_size, ["<pad>", "<eos>", "<mask>"])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", mask_token="<mask>")
 
 
@@ -130,7 +95,7 @@ def write(out: Path, *, size: str = "tiny", vocab_size: int = 2048, seed: int = 
             _fill(buffer, 1.0)
     model.to("cpu", DTYPES[shape.dtype]).save_pretrained(out)
     tokenizer(vocab_size).save_pretrained(out)
-    finish_config(out, shape)
+    checkpoints.finish_config(out, checkpoints.rope(shape.max_context_tokens))
     return out
 
 
@@ -139,27 +104,16 @@ def write_drafter(out: Path, target: Path, *, block_size: int = 16, layers: int 
     base = json.loads((target / "config.json").read_text())
     hidden, heads, head = base["hidden_size"], 4, 128
     features = [0, base["num_hidden_layers"] // 2, base["num_hidden_layers"] - 2]
-    drafter = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": block_size,
-        "num_target_layers": base["num_hidden_layers"],
-        "dflash_config": {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": features},
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": head,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 50000.0,
-        "vocab_size": base["vocab_size"],
-        "max_position_embeddings": base["max_position_embeddings"],
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "dtype": base["dtype"],
-    }
+    drafter = checkpoints.dflash_config(
+        base,
+        block_size=block_size,
+        mask_token_id=MASK_TOKEN_ID,
+        target_layer_ids=features,
+        intermediate_size=2 * hidden,
+        layers=layers,
+        heads=heads,
+        head=head,
+    )
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(features) * hidden),
         "hidden_norm.weight": (hidden,),
@@ -182,7 +136,7 @@ def write_drafter(out: Path, target: Path, *, block_size: int = 16, layers: int 
     out.mkdir(parents=True, exist_ok=True)
     dtype = DTYPES[base["dtype"]]
     save_file({k: v.to(dtype) for k, v in weights.items()}, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(drafter, indent=2, sort_keys=True) + "\n")
+    (out / "config.json").write_text(json.dumps(drafter | {"dtype": base["dtype"]}, indent=2, sort_keys=True) + "\n")
     return out
 
 
@@ -202,13 +156,6 @@ def _std(name: str, inputs: int, query_gain: float) -> float:
 @torch.no_grad()
 def _fill(tensor: torch.Tensor, std: float) -> None:
     tensor.normal_(0.0, std)
-
-
-def finish_config(folder: Path, size: Size) -> None:
-    """Add to a saved config.json what SGLang reads and transformers does not write."""
-    path = folder / "config.json"
-    keys = sglang_keys(rope(size.max_context_tokens))
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys, indent=2, sort_keys=True) + "\n")
 
 
 def main() -> None:

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
+from tools import checkpoints
 from tools.pair import texts
 
 END, MASK = "<|endoftext|>", "<|mask|>"
@@ -36,30 +36,14 @@ VOCAB_SIZE = 2048
 WINDOW = 256
 BLOCK_SIZE = 8
 TARGET_LAYER_IDS = [0, 1, 2]
-YARN = {
-    "beta_fast": 1.0,
-    "beta_slow": 1.0,
-    "factor": 32.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-}
+ROPE = checkpoints.rope(131_072)
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE with the two special tokens at ids 0 and 1."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[END, MASK],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    bpe = checkpoints.byte_level_bpe(texts, VOCAB_SIZE, [END, MASK])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, mask_token=MASK, clean_up_tokenization_spaces=False
+        tokenizer_object=bpe, bos_token=END, eos_token=END, mask_token=MASK, clean_up_tokenization_spaces=False
     )
 
 
@@ -104,7 +88,7 @@ def target_config() -> DeepseekV3Config:
         qk_nope_head_dim=16,
         v_head_dim=16,
         max_position_embeddings=131072,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 50000.0, **YARN},
+        rope_parameters=ROPE,
         bos_token_id=0,
         eos_token_id=0,
         num_mtp_layers=0,
@@ -209,17 +193,7 @@ def save_target(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast
     """Write bf16 weights, the tokenizer, and a config.json that also has the older keys that SGLang reads."""
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    path = out / "config.json"
-    config = json.loads(path.read_text())
-    config |= {
-        "rope_scaling": {"type": "yarn", **YARN},
-        "rope_theta": 50000.0,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "torch_dtype": "bfloat16",
-    }
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    checkpoints.finish_config(out, ROPE, torch_dtype="bfloat16")
 
 
 class Attention(nn.Module):
@@ -323,29 +297,17 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 def drafter_config(target: dict, mask_id: int) -> dict:
     """config.json of a DFlash checkpoint for this target."""
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": BLOCK_SIZE,
-        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": TARGET_LAYER_IDS},
-        "num_target_layers": target["num_hidden_layers"],
-        "vocab_size": target["vocab_size"],
-        "hidden_size": target["hidden_size"],
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 50000.0,
-        "max_position_embeddings": target["max_position_embeddings"],
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "torch_dtype": "bfloat16",
-    }
+    config = checkpoints.dflash_config(
+        target,
+        block_size=BLOCK_SIZE,
+        mask_token_id=mask_id,
+        target_layer_ids=TARGET_LAYER_IDS,
+        intermediate_size=384,
+        layers=4,
+        heads=4,
+        head=64,
+    )
+    return config | {"bos_token_id": 0, "eos_token_id": 0, "torch_dtype": "bfloat16"}
 
 
 @torch.no_grad()
