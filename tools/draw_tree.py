@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from sglang_sm120.ddtree import tree as trees
 from torch import Tensor
 from transformers import DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
-from tools.train_pair import BLOCK_SIZE, Drafter, draft_logits, target_features
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "overlay"))
-from sglang_sm120.ddtree import tree as trees
+from tools import dflash
+from tools.dflash import BLOCK_SIZE
 
 
 def best_step(pair: Path, prompt: list[int], output: list[int], budget: int = 16, topk: int = 8) -> str:
     """The tree with the longest accepted path along `output`, what the target of `pair` wrote after `prompt`."""
     transformers.utils.logging.disable_progress_bar()
     target = DeepseekV3ForCausalLM.from_pretrained(pair / "target", dtype=torch.float32).eval()
-    drafter = Drafter(json.loads((pair / "drafter" / "config.json").read_text()))
-    drafter.load_state_dict(load_file(pair / "drafter" / "model.safetensors"))
+    drafter = dflash.load(pair / "drafter")
     ids = torch.tensor([[*prompt, *output]])
     anchors = torch.arange(len(prompt), ids.shape[1] - BLOCK_SIZE)
     with torch.no_grad():
-        logits = draft_logits(drafter.float(), target, ids, anchors, target_features(target, ids)[0])[0]
+        logits = dflash.draft_logits(drafter, target, ids, anchors, dflash.target_features(target, ids)[0])[0]
     log_probs, candidates = logits.log_softmax(-1).topk(topk)
     tree = trees.build_trees(ids[0, anchors], candidates, log_probs, budget)
     no_slots = torch.zeros_like(tree.tokens)

@@ -6,11 +6,9 @@ import json
 
 import pair
 import torch
-from safetensors.torch import load_file
 from transformers import DeepseekV3ForCausalLM
 
-from tools import grow_pair
-from tools.train_pair import Drafter, draft_logits, target_features
+from tools import dflash, grow_pair
 
 
 def test_grown_pair_gives_the_same_logits(tmp_path):
@@ -20,10 +18,9 @@ def test_grown_pair_gives_the_same_logits(tmp_path):
     logits = []
     for folder in (pair.PAIR, tmp_path):
         target = DeepseekV3ForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
-        drafter = Drafter(json.loads((folder / "drafter" / "config.json").read_text()))
-        drafter.load_state_dict(load_file(folder / "drafter" / "model.safetensors"))
+        drafter = dflash.load(folder / "drafter")
         with torch.no_grad():
-            drafts = draft_logits(drafter.float(), target, ids, anchors, target_features(target, ids)[0])
+            drafts = dflash.draft_logits(drafter, target, ids, anchors, dflash.target_features(target, ids)[0])
             logits.append((target(ids).logits, drafts))
     for small, grown in zip(*logits, strict=True):
         # The query scale is no power of two, so bf16 weights round: nothing else differs.
