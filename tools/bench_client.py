@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-if (
-    importlib.util.find_spec("datasets") is None
-):  # upstream reads it for data from the network, which no bench here does
+# Upstream reads it for data from the network, which no bench here does.
+if importlib.util.find_spec("datasets") is None:
     sys.modules["datasets"] = types.ModuleType("datasets")
     sys.modules["datasets"].load_dataset = None  # type: ignore[attr-defined]
 

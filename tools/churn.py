@@ -300,9 +300,11 @@ class World:
 
     def _alloc_verify(self) -> None:
         from sglang.srt.mem_cache import allocation
+        from sglang_sm120.cpu.ops import assign_req_to_token_pool_cpu
         from sglang_sm120.kvdefrag import extents
 
-        allocation.assign_req_to_token_pool_func = _assign_rows
+        # Upstream's is a Triton kernel, which the CPU does not have.
+        allocation.assign_req_to_token_pool_func = assign_req_to_token_pool_cpu
         now, then, needed = self._verify_lens()
         batch = self._batch(self.running, now)
         now_cpu, then_cpu = torch.tensor(now), torch.tensor(then)
@@ -346,18 +348,3 @@ class World:
     def buffers(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Every layer of both pools, numbered."""
         yield from enumerate(buffer for pool in self.pools for buffer in pool.kv_buffer)
-
-
-def _assign_rows(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    slots: torch.Tensor,
-    batch_size: int,
-) -> None:
-    """In place of upstream's Triton kernel, which the CPU does not have."""
-    at = 0
-    for row, a, b in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
-        req_to_token[row, a:b] = slots[at : at + b - a]
-        at += b - a

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from greedy_text import LENGTHS, NEW_TOKENS
 
 
