@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "overlay"))
 
 from sglang_sm120 import ops  # noqa: E402
 
-from tools import kernels, require_gpu  # noqa: E402
+from tools import kernel_page, kernels, require_gpu  # noqa: E402
 
 SM_SCALE = 1 / math.sqrt(192)
 FLOP_PER_ROW_AND_TOKEN = 2 * (576 + 512)
@@ -278,94 +278,11 @@ def measure(shapes: list[Shape], with_peers: bool, keep: Callable[[dict], None])
         row |= {"gbps": shape.kv_bytes / row["ours_ms"] / 1e6, "tflops": shape.flop / row["ours_ms"] / 1e9}
         row["roofline_percent"] = 100 * floor_ms / row["ours_ms"]
         rows.append(row)
-        print(format_row(row), flush=True)
+        print(*kernel_page.cells(row), sep=" | ", flush=True)
         del case
         torch.cuda.empty_cache()
         keep(top | {"peers_not_run": errors, "rows": rows})
     return top | {"peers_not_run": errors, "rows": rows}
-
-
-def _cell(column: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if column.endswith("_ms") and value < 100 else f"{value:,.0f}"
-
-
-COLUMNS = (
-    "ours_ms",
-    "triton_ms",
-    "flashmla_ms",
-    "flashinfer_ms",
-    "flashinfer_fa3_ms",
-    "gbps",
-    "tflops",
-    "roofline_percent",
-)
-
-
-def format_row(row: dict[str, Any]) -> str:
-    """A row as a line of the Markdown table."""
-    keys = [row["h"], row["bs"], f"{row['ctx']:,}", row["q"], row["page"], row["kv_dtype"], row["layout"]]
-    return "| " + " | ".join([*map(str, keys), *(_cell(column, row.get(column)) for column in COLUMNS)]) + " |"
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The report as a Markdown page."""
-    header = (
-        "| H | bs | context | q | page | KV | layout | ours | Triton | FlashMLA | FA2 | FA3 | GB/s | TFLOP/s | % roof |"
-    )
-    lines = [
-        f"# Verify kernel on {report['gpu']}",
-        "",
-        f"torch {report['torch']}, kernels {report['kernel_hash'][:12]}, {report['sms']} SMs. Measured ceilings: read "
-        f"{report['read_gbps']:,} GB/s, matmul {report['matmul_tflops']} TFLOP/s. "
-        f"Workspace {report['workspace_bytes']:,} B, whatever the shape.",
-        "Milliseconds a layer, median of graph replays, one run. Triton is SGLang's extend kernel with mask (q > 1) or "
-        "its decode kernel (q = 1), and what SGLang chooses on sm_120. "
-        "FlashMLA and FlashInfer's FA3 need Hopper's wgmma and take no tree mask; "
-        "FA2 is FlashInfer's too, on mma.sync as ours. FlashMLA reads 64-token pages in every row. "
-        "GB/s and TFLOP/s count each latent row "
-        "and each product once; the roof is the larger of bytes over read bandwidth and products over matmul rate.",
-        "",
-        header,
-        "|---" * 15 + "|",
-        *map(format_row, report["rows"]),
-        "",
-    ]
-    lines += [f"- {name} not run everywhere: {reason}" for name, reason in report["peers_not_run"].items()]
-    return "\n".join(lines) + "\n"
-
-
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Time against q at the longest context, ours and the peers', bs 1 and 8 heads."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [
-        r
-        for r in report["rows"]
-        if (r["h"], r["bs"], r["kv_dtype"], r["layout"], r["page"]) == (8, 1, "bf16", "scattered", 1)
-    ]
-    longest = max(r["ctx"] for r in rows)
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
-    names = {"ours_ms": "ours", "triton_ms": "SGLang Triton", "flashmla_ms": "FlashMLA", "flashinfer_ms": "FA2",
-             "flashinfer_fa3_ms": "FA3"}  # fmt: skip
-    for axis, key, chosen, label in (
-        (axes[0], "q", [r for r in rows if r["ctx"] == longest], f"new tokens a request, context {longest:,}"),
-        (axes[1], "ctx", [r for r in rows if r["q"] == 9], "context, q = 9"),
-    ):
-        for column, name in names.items():
-            points = sorted((r[key], r[column]) for r in chosen if r.get(column))
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set(xlabel=label, ylabel="ms a layer", xscale="log", yscale="log")
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.suptitle(f"MLA verify, 8 heads, batch 1, bf16, page size 1 scattered, {report['gpu']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 def main(argv: list[str]) -> int:
@@ -383,15 +300,15 @@ def main(argv: list[str]) -> int:
 
         def keep(report: dict[str, object]) -> None:
             (folder / "kernel.json").write_text(json.dumps(report, indent=1) + "\n")
-            (folder / "kernel.md").write_text(markdown(report))
+            (folder / "kernel.md").write_text(kernel_page.markdown(report))
 
-        plot(measure(FULL, not args.no_peers, keep), folder / "kernel.png")
+        kernel_page.plot(measure(FULL, not args.no_peers, keep), folder / "kernel.png")
         return 0
     folder = args.out or ROOT / "build"
     folder.mkdir(parents=True, exist_ok=True)
     report = measure(SHORT, False, lambda _: None)
     worst = max(oracle_error(Shape(8, 2, 700, q, kv_dtype=kv)) for q in (1, 9, 33) for kv in ("bf16", "fp8"))
-    text = markdown(report) + f"\nLargest relative error against the oracle kernel: {worst:.2e}\n"
+    text = kernel_page.markdown(report) + f"\nLargest relative error against the oracle kernel: {worst:.2e}\n"
     (folder / "gpu-report.md").write_text(text)
     print(text)
     return 0 if worst < 5e-3 else 1

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools import markdown
+
 ROW_GROUP, MAX_GROUPS, TILE_TOKENS, MIN_TILES = 8, 6, 16, 4
 MMAS_PER_GROUP = 17  # of a tile on one of four tensor cores: 9 steps of 16 columns, 8 tiles of 16 latents
 
@@ -53,17 +55,16 @@ def predict_ms(gpu: Gpu, row: dict[str, Any]) -> float:
     return (gpu.fixed_us + max(compute_us, memory_us)) / 1e3
 
 
-def table(report: Path) -> str:
-    """Markdown: measured and modelled H200 times, and the prediction, for each distinct shape of a kernel.json."""
-    lines = [
-        "| H | bs | context | q | KV | H200 measured ms | model ms | model / measured | RTX PRO 6000 predicted ms |",
-        "|---" * 9 + "|",
-    ]
-    for row in json.loads(report.read_text())["rows"]:
-        if row["page"] == 1 and row["layout"] == "scattered":
-            model = predict_ms(H200, row)
-            lines.append(
-                f"| {row['h']} | {row['bs']} | {row['ctx']:,} | {row['q']} | {row['kv_dtype']} | {row['ours_ms']:.4f} "
-                f"| {model:.4f} | {model / row['ours_ms']:.2f} | {predict_ms(RTX_PRO_6000, row):.3f} |"
-            )
-    return "\n".join(lines)
+def table(report: Path) -> list[str]:
+    """Lines of Markdown: measured and modelled H200 times, and the prediction, for each distinct shape of a kernel.json."""
+    rows = json.loads(report.read_text())["rows"]
+    return markdown.table(
+        "H | bs | context | q | KV | H200 measured ms | model ms | model / measured | RTX PRO 6000 predicted ms",
+        (_cells(row) for row in rows if row["page"] == 1 and row["layout"] == "scattered"),
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    model, measured = predict_ms(H200, row), row["ours_ms"]
+    keys = [str(row["h"]), str(row["bs"]), f"{row['ctx']:,}", str(row["q"]), row["kv_dtype"]]
+    return [*keys, f"{measured:.4f}", f"{model:.4f}", f"{model / measured:.2f}", f"{predict_ms(RTX_PRO_6000, row):.3f}"]

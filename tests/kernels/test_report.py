@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools.kernel_model import H200, RTX_PRO_6000, predict_ms
+from tools import kernel_page
+from tools.kernel_model import H200, RTX_PRO_6000, predict_ms, table
 
-REPORT = json.loads((Path(__file__).resolve().parents[2] / "docs" / "bench" / "kernel.json").read_text())
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+REPORT = json.loads((DOCS / "bench" / "kernel.json").read_text())
 PEERS = {"triton_ms", "flashmla_ms", "flashinfer_ms"}
 
 
@@ -29,3 +31,10 @@ def test_prediction_is_never_faster_than_memory() -> None:
     for row in REPORT["rows"]:
         kv_bytes = row["bs"] * row["ctx"] * 576 * (1 if row["kv_dtype"] == "fp8" else 2)
         assert predict_ms(RTX_PRO_6000, row) > kv_bytes / RTX_PRO_6000.read_gbps / 1e6
+
+
+def test_the_committed_pages_are_those_of_the_committed_results() -> None:
+    assert (DOCS / "bench" / "kernel.md").read_text() == kernel_page.markdown(REPORT)
+    page = (DOCS / "kernels.md").read_text()
+    for line in table(DOCS / "bench" / "kernel.json"):
+        assert line in page
