@@ -56,7 +56,7 @@ def predict_ms(gpu: Gpu, row: dict[str, Any]) -> float:
 
 
 def table(report: Path) -> list[str]:
-    """Lines of Markdown: measured and modelled H200 times, and the prediction, for each distinct shape of a kernel.json."""
+    """Measured and modelled H200 times and the prediction, each distinct shape of a kernel.json a line of Markdown."""
     rows = json.loads(report.read_text())["rows"]
     return markdown.table(
         "H | bs | context | q | KV | H200 measured ms | model ms | model / measured | RTX PRO 6000 predicted ms",
