@@ -58,7 +58,7 @@ def measure(prompts: list[list[int]], tokens: int, logs: Path) -> list[dict]:
     ]
 
 
-def as_markdown(rows: list[dict]) -> str:
+def markdown(rows: list[dict]) -> str:
     """The rows as a table with the gain of the tree."""
     lines = [
         "# Accept length on held-out text",
@@ -105,7 +105,7 @@ def main() -> None:
     rows = measure(held_out_prompts(args.prompts, (16, 200)), args.tokens, args.logs)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "accept.json").write_text(json.dumps(rows, indent=2) + "\n")
-    (args.out / "accept.md").write_text(as_markdown(rows))
+    (args.out / "accept.md").write_text(markdown(rows))
     if importlib.util.find_spec("matplotlib"):
         plot(rows, args.out / "accept.png")
 

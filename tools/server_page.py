@@ -63,8 +63,13 @@ def render(results: Path, docs: Path) -> None:
     page["prefill"] = list({row["kv_dtype"]: row for part in parts for row in part["prefill"]}.values())
     page["equal"] = {pair: found for part in parts for pair, found in part["equal"].items()}
     (docs / "server.json").write_text(json.dumps(page, indent=1) + "\n")
-    (docs / "server.md").write_text("\n".join(_lines(page)) + "\n")
+    (docs / "server.md").write_text(markdown(page))
     _plot(page["rows"], page["gpu"], docs / "server.png")
+
+
+def markdown(page: dict[str, Any]) -> str:
+    """The page."""
+    return "\n".join(_lines(page)) + "\n"
 
 
 def _lines(page: dict[str, Any]) -> Iterator[str]:

@@ -189,8 +189,3 @@ def test_the_page_shows_the_parts_there_are_and_the_sources_of_each(kept, tmp_pa
     for name, part in results.items():
         assert f"## {defrag_page.SECTIONS[name][0]}" in page and part["machine"]["kernel_hash"][:12] in page
     assert page.count("\n## ") == len(results)
-
-
-def test_the_committed_page_is_that_of_the_committed_results():
-    results = json.loads((DOCS / "defrag.json").read_text())
-    assert (DOCS / "defrag.md").read_text() == defrag_page.markdown(results, "defrag")

@@ -57,7 +57,7 @@ def test_a_missing_side_is_told_and_taken_again(run):
     assert (row["stock_step_ms"], row["ours_step_ms"]) == (None, pytest.approx(10))
     assert row["kernel_hash"] == kernels.source_hash()
     assert bench_server.measured(run.out / "server-run.json") == set()
-    page = "\n".join(server_page._lines(run.results | {"gpu": "a GPU", "torch": "2"}))
+    page = server_page.markdown(run.results | {"gpu": "a GPU", "torch": "2"})
     assert "| plain | auto | 2 | 64 | - | 200 | - | 10.00 | - |" in page
     assert "| auto | - | 0.01 | - |" in page
 

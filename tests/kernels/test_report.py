@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools import kernel_page
 from tools.kernel_model import H200, RTX_PRO_6000, predict_ms, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -33,8 +32,7 @@ def test_prediction_is_never_faster_than_memory() -> None:
         assert predict_ms(RTX_PRO_6000, row) > kv_bytes / RTX_PRO_6000.read_gbps / 1e6
 
 
-def test_the_committed_pages_are_those_of_the_committed_results() -> None:
-    assert (DOCS / "bench" / "kernel.md").read_text() == kernel_page.markdown(REPORT)
+def test_the_page_has_the_models_table() -> None:
     page = (DOCS / "kernels.md").read_text()
     for line in table(DOCS / "bench" / "kernel.json"):
         assert line in page
