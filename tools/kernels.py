@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,8 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tools.project import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "kernels"
@@ -88,11 +92,11 @@ def _gencode(arch: str) -> str:
     return f"-gencode arch={arch.replace('sm_', 'compute_')},code={arch}"
 
 
-def _ninja_text(archs: tuple[str, ...], nvcc: str, library: Path, sources: Path, flags: str) -> str:
+def _ninja_text(archs: tuple[str, ...], nvcc: str, sources: Path, flags: str) -> str:
     """The build as ninja rules: an object per .cu for all architectures, its compiler report beside it as .log."""
-    includes = " ".join(f"-I{sources / folder}" for folder in INCLUDES)
-    command = f"{nvcc} {flags} {includes} {' '.join(map(_gencode, archs))}"
-    link = f"{nvcc} -shared -cudart static -L{Path(nvcc).parent.parent / 'lib'} -Xlinker -s"
+    includes = " ".join(_word(f"-I{sources / folder}") for folder in INCLUDES)
+    command = f"{_word(nvcc)} {flags} {includes} {' '.join(map(_gencode, archs))}"
+    link = f"{_word(nvcc)} -shared -cudart static {_word(f'-L{Path(nvcc).parent.parent}/lib')} -Xlinker -s"
     lines = [
         "ninja_required_version = 1.8",
         "rule compile",
@@ -107,8 +111,18 @@ def _ninja_text(archs: tuple[str, ...], nvcc: str, library: Path, sources: Path,
     objects = []
     for source in sorted(sources.rglob("*.cu")):
         objects.append(f"{source.parent.name}.{source.stem}.o")
-        lines.append(f"build {objects[-1]}: compile {source}")
-    return "\n".join([*lines, f"build {library}: link {' '.join(objects)}", ""])
+        lines.append(f"build {objects[-1]}: compile {_path(source)}")
+    return "\n".join([*lines, f"build {LIBRARY}: link {' '.join(objects)}", ""])
+
+
+def _word(text: str) -> str:
+    """One word of a ninja command."""
+    return shlex.quote(text).replace("$", "$$")
+
+
+def _path(path: Path) -> str:
+    """A path in a ninja build line; ninja quotes it for the shell itself."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 def _objects_dir(archs: tuple[str, ...]) -> Path:
@@ -152,21 +166,31 @@ def build(
     sources: Path = SOURCES,
     flags: str = FLAGS,
 ) -> Path:
-    """Compiles what changed and links `out_dir/libsm120_mla.so` for `archs`; returns its path."""
+    """Compiles what changed and leaves `out_dir/libsm120_mla.so` for `archs`; returns its path."""
     archs = tuple(archs)
     folder = _objects_dir(archs) if sources == SOURCES else _objects_dir(archs) / sources.name
-    library = Path(out_dir).resolve() / LIBRARY
-    rules = _ninja_text(archs, find_nvcc(), library, sources, flags)
+    rules = _ninja_text(archs, find_nvcc(), sources, flags)
     folder.mkdir(parents=True, exist_ok=True)
-    library.parent.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(rules)
+    library = Path(out_dir).resolve() / LIBRARY
+    with (BUILD / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # two ninjas would write the same objects
+        (folder / "build.ninja").write_text(rules)
+        _compile(folder, archs)
+        # Builds for other GPUs leave theirs in the same place, and ninja would not notice.
+        linked = (folder / LIBRARY).read_bytes()
+        if not library.exists() or library.read_bytes() != linked:
+            write_atomic(library, linked)
+    return library
+
+
+def _compile(folder: Path, archs: tuple[str, ...]) -> None:
+    """Run ninja in `folder`, which says nothing where nothing has changed."""
     command = [find_ninja(), "-C", str(folder)]
     if "no work to do" in subprocess.run([*command, "-n"], capture_output=True, text=True, check=False).stdout:
-        return library
+        return
     print(f"kernels: compiling for {' '.join(archs)} (minutes the first time)", flush=True)
     if subprocess.run(command, check=False).returncode:
         raise KernelError(f"the kernels did not compile; logs are in {folder}")
-    return library
 
 
 @dataclass
@@ -330,7 +354,7 @@ def main(argv: list[str]) -> int:
         problems = check(usages)
         print("\n".join(problems) or "no spills, shared memory within limits")
         return 1 if problems and args.check else 0
-    except KernelError as error:
+    except (KernelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,28 +66,33 @@ def test_unknown_architecture_is_one_clear_error() -> None:
 
 
 NVCC = """#!/bin/sh
+command=$*
 while [ $# -gt 0 ]; do
   case $1 in -o) out=$2 ;; -MF) rules=$2 ;; esac
   shift
 done
-touch $out
+mkdir busy || exit 1  # two at once
+echo "$command" > $out
 if [ $rules ]; then echo "$out:" > $rules; fi
+sleep 0.1
+rmdir busy
 """
 
 
 @pytest.fixture
 def toy_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """`kernels.build` for one architecture, of one source and by a compiler that writes empty files."""
-    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
-    sources = tmp_path / "sources"
+    """`kernels.build` for one architecture, of one source and by a compiler that writes down how it was called."""
+    odd = tmp_path / "a $place of 'ours'"
+    nvcc = odd / "cuda" / "bin" / "nvcc"
+    sources = odd / "sources"
     for folder in (nvcc.parent, sources):
         folder.mkdir(parents=True)
     nvcc.write_text(NVCC)
     nvcc.chmod(0o755)
     (sources / "a.cu").write_text("// a\n")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    monkeypatch.setattr(kernels, "BUILD", tmp_path / "build")
-    return lambda arch: kernels.build([arch], tmp_path / "lib", sources)
+    monkeypatch.setenv("CUDA_HOME", str(odd / "cuda"))
+    monkeypatch.setattr(kernels, "BUILD", odd / "build")
+    return lambda arch: kernels.build([arch], odd / "lib", sources)
 
 
 def test_build_speaks_only_when_it_compiles(toy_build: Callable[[str], Path], capfd: pytest.CaptureFixture) -> None:
@@ -97,6 +103,23 @@ def test_build_speaks_only_when_it_compiles(toy_build: Callable[[str], Path], ca
     library.unlink()
     toy_build("sm_90")
     assert library.exists()
+
+
+def test_the_library_is_for_the_gpus_of_the_last_build(toy_build: Callable[[str], Path]) -> None:
+    for arch in ("sm_90", "sm_120a", "sm_90"):
+        assert f"code={arch}" in toy_build(arch).read_text()
+
+
+def test_builds_at_the_same_time_take_turns(toy_build: Callable[[str], Path]) -> None:
+    with ThreadPoolExecutor() as pool:
+        assert len(set(pool.map(toy_build, ["sm_90"] * 3))) == 1
+
+
+@pytest.mark.usefixtures("toy_build")
+def test_a_place_that_cannot_be_written_is_one_error(capsys: pytest.CaptureFixture) -> None:
+    kernels.BUILD.touch()
+    assert kernels.main(["build"]) == 2
+    assert capsys.readouterr().err.startswith("error: [Errno")
 
 
 def test_unknown_architecture_is_refused_first(toy_build: Callable[[str], Path], capfd: pytest.CaptureFixture) -> None:
