@@ -21,6 +21,7 @@ _NUMBERED = re.compile(r"(\d{4})-(.+)\.patch")
 _FORMAT = (
     *("-U1", "--no-numbered", "--zero-commit", "--no-signature", "--full-index", "--no-stat", "--no-renames"),
     *("--no-thread", "--no-attach", "--no-cover-letter", "--no-base", "--no-color", "--binary"),
+    *("--no-add-header", "--no-notes"),
 )
 _AM = (
     *("--quiet", "--no-3way", "--keep-cr", "--keep-non-patch", "--no-scissors", "--quoted-cr=nowarn"),

@@ -35,14 +35,22 @@ def test_apply_is_reproducible_from_patches_alone(hooked: Toy, tmp_path_factory:
     assert hooked.state() == before
 
 
+# What a user may have set in build/checkout itself.
+OWN_CONFIGURATION = {
+    "core.autocrlf": "true", "diff.noprefix": "true", "diff.suppressBlankEmpty": "true", "format.from": "true",
+    "format.headers": "X-Ours: 1", "format.cc": "a@b.invalid", "format.to": "a@b.invalid", "format.notes": "true",
+    "format.signOff": "true", "format.subjectPrefix": "OURS", "format.suffix": ".ours",
+}  # fmt: skip
+
+
 def test_users_git_configuration_and_environment_change_nothing(hooked: Toy, tmp_path: Path) -> None:
     before = hooked.state()
     config = tmp_path / "gitconfig"
     config.write_text(
         "[core]\n autocrlf = true\n[diff]\n noprefix = true\n[format]\n signature = x\n[am]\n threeWay = true\n"
     )
-    hooked.git("config", "core.autocrlf", "true")
-    hooked.git("config", "diff.noprefix", "true")
+    for key, value in OWN_CONFIGURATION.items():
+        hooked.git("config", key, value)
     for verb in ("apply", "export", "check"):
         hooked.ok(verb, GIT_CONFIG_GLOBAL=str(config), GIT_DIR=str(tmp_path), GIT_INDEX_FILE=str(tmp_path / "index"))
     hooked.git("config", "core.autocrlf", "false")
