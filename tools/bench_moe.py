@@ -34,7 +34,6 @@ LOGIT_STD = 0.32
 """Of a token's router logits; their sigmoids, the scores, spread by 0.08 around 0.5."""
 BIAS_STD = 0.06
 """Of the selection bias, which is added to the scores."""
-VOCABULARY = 2048
 
 SERVER_FLAGS = shlex.split(
     "--expert-distribution-recorder-mode stat --expert-distribution-recorder-buffer-size -1 "  # of any number of steps
@@ -61,7 +60,7 @@ GPU_FLAGS = [*bench_run.GPU_FLAGS, *bench_run.OURS, "--cuda-graph-backend-decode
 def write_model(out: Path) -> Path:
     """A small Kimi-shaped checkpoint with 64 experts, some of them much preferred."""
     torch.manual_seed(0)
-    config = tiny_model.config(SIZE, VOCABULARY)
+    config = tiny_model.config(SIZE)
     config.n_routed_experts, config.num_experts_per_tok = 64, 8
     model = DeepseekV3ForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
@@ -71,14 +70,16 @@ def write_model(out: Path) -> Path:
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, BIAS_STD)
     model.to(torch.bfloat16 if torch.cuda.is_available() else torch.float32).save_pretrained(out)
-    tiny_model.tokenizer(VOCABULARY).save_pretrained(out)
+    tiny_model.tokenizer().save_pretrained(out)
     checkpoints.finish_config(out, checkpoints.rope(SIZE.max_context_tokens))
     return out
 
 
 def ask(up: server.Server, load: Traffic, rng: random.Random) -> None:
     """Answer a batch of random prompts."""
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(load.prompt_tokens)] for _ in range(load.requests)]
+    prompts = [
+        [rng.randrange(3, tiny_model.VOCABULARY) for _ in range(load.prompt_tokens)] for _ in range(load.requests)
+    ]
     up.generate(prompts, load.new_tokens)
 
 

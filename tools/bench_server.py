@@ -55,7 +55,7 @@ TRAINED_LAYERS = 8
 def prompt_ids(seed: int, tokens: int) -> list[int]:
     """Random text tokens; a longer prompt of the same seed starts with the shorter one."""
     rng = random.Random(seed)
-    return [rng.randrange(3, 2048) for _ in range(tokens)]
+    return [rng.randrange(3, tiny_model.VOCABULARY) for _ in range(tokens)]
 
 
 def variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:

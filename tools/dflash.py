@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 BLOCK_SIZE = 8
@@ -144,3 +144,11 @@ def load(folder: Path) -> Drafter:
     drafter = Drafter(json.loads((folder / "config.json").read_text()))
     drafter.load_state_dict(load_file(folder / "model.safetensors"))
     return drafter.float()
+
+
+def save(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:
+    """Write the checkpoint: weights in `dtype`, and config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: weight.to(dtype).contiguous() for name, weight in drafter.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(drafter.config, indent=2, sort_keys=True) + "\n")

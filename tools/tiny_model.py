@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
-from tools import checkpoints
+from tools import checkpoints, dflash
 
 # Any fixed text will do: it only has to give the byte-level BPE its merges.
 TOKENIZER_TEXT = [Path(json.__file__).read_text(), Path(argparse.__file__).read_text()]
 
-MASK_TOKEN_ID = 2
+VOCABULARY = 2048
+MASK_TOKEN_ID = 2  # text has the ids above it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -43,10 +43,10 @@ SIZES = {
 }
 
 
-def config(size: Size, vocab_size: int) -> DeepseekV3Config:
+def config(size: Size) -> DeepseekV3Config:
     """DeepseekV3 as Kimi K2 uses it (latent 512 + rope 64, sigmoid-scored MoE with a shared expert), scaled down."""
     return DeepseekV3Config(
-        vocab_size=vocab_size,
+        vocab_size=VOCABULARY,
         hidden_size=size.hidden,
         intermediate_size=2 * size.hidden,
         moe_intermediate_size=size.experts_hidden,
@@ -75,18 +75,18 @@ def config(size: Size, vocab_size: int) -> DeepseekV3Config:
     )
 
 
-def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+def tokenizer(vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Byte-level BPE without a BOS token, trained on standard-library sources; ids above 2 are text."""
     bpe = checkpoints.byte_level_bpe(TOKENIZER_TEXT, vocab_size, ["<pad>", "<eos>", "<mask>"])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", mask_token="<mask>")
 
 
-def write(out: Path, *, size: str = "tiny", vocab_size: int = 2048, seed: int = 0) -> Path:
+def write(out: Path, *, size: str = "tiny") -> Path:
     """Write the checkpoint (safetensors, config, tokenizer) into `out` and return it."""
     shape = SIZES[size]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = DeepseekV3ForCausalLM(config(shape, vocab_size)).eval()
+        model = DeepseekV3ForCausalLM(config(shape)).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             _fill(parameter, _std(name, parameter.shape[-1], shape.query_gain))
@@ -94,49 +94,30 @@ def write(out: Path, *, size: str = "tiny", vocab_size: int = 2048, seed: int = 
         if name.endswith("e_score_correction_bias"):
             _fill(buffer, 1.0)
     model.to("cpu", DTYPES[shape.dtype]).save_pretrained(out)
-    tokenizer(vocab_size).save_pretrained(out)
+    tokenizer().save_pretrained(out)
     checkpoints.finish_config(out, checkpoints.rope(shape.max_context_tokens))
     return out
 
 
-def write_drafter(out: Path, target: Path, *, block_size: int = 16, layers: int = 2, seed: int = 0) -> Path:
+def write_drafter(out: Path, target: Path, *, block_size: int) -> Path:
     """Write a random DFlash drafter for `target` into `out`: right in shape, its guesses useless, for timing only."""
     base = json.loads((target / "config.json").read_text())
-    hidden, heads, head = base["hidden_size"], 4, 128
-    features = [0, base["num_hidden_layers"] // 2, base["num_hidden_layers"] - 2]
-    drafter = checkpoints.dflash_config(
+    config = checkpoints.dflash_config(
         base,
         block_size=block_size,
         mask_token_id=MASK_TOKEN_ID,
-        target_layer_ids=features,
-        intermediate_size=2 * hidden,
-        layers=layers,
-        heads=heads,
-        head=head,
+        target_layer_ids=[0, base["num_hidden_layers"] // 2, base["num_hidden_layers"] - 2],
+        intermediate_size=2 * base["hidden_size"],
+        layers=2,
+        heads=4,
+        head=128,
     )
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(features) * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    for layer in range(layers):
-        at = f"layers.{layer}."
-        for name in ("q_proj", "k_proj", "v_proj"):
-            shapes[f"{at}self_attn.{name}.weight"] = (heads * head, hidden)
-        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, heads * head)
-        shapes |= {f"{at}self_attn.{name}.weight": (head,) for name in ("q_norm", "k_norm")}
-        shapes |= {f"{at}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{at}mlp.{name}.weight": (2 * hidden, hidden) for name in ("gate_proj", "up_proj")}
-        shapes[f"{at}mlp.down_proj.weight"] = (hidden, 2 * hidden)
-    torch.manual_seed(seed)
-    weights = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * shape[-1] ** -0.5
-        for name, shape in shapes.items()
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    dtype = DTYPES[base["dtype"]]
-    save_file({k: v.to(dtype) for k, v in weights.items()}, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(drafter | {"dtype": base["dtype"]}, indent=2, sort_keys=True) + "\n")
+    torch.manual_seed(0)
+    drafter = dflash.Drafter(config | {"dtype": base["dtype"]})
+    for parameter in drafter.parameters():
+        if parameter.dim() > 1:
+            _fill(parameter, parameter.shape[-1] ** -0.5)
+    dflash.save(drafter, out, DTYPES[base["dtype"]])
     return out
 
 
@@ -156,17 +137,3 @@ def _std(name: str, inputs: int, query_gain: float) -> float:
 @torch.no_grad()
 def _fill(tensor: torch.Tensor, std: float) -> None:
     tensor.normal_(0.0, std)
-
-
-def main() -> None:
-    """Write one checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path, help="folder to write the checkpoint into")
-    parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    print(write(args.out, size=args.size, seed=args.seed))
-
-
-if __name__ == "__main__":
-    main()

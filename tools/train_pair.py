@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
-from tools import checkpoints, pair
+from tools import checkpoints, dflash, pair
 from tools.dflash import BLOCK_SIZE, TARGET_LAYER_IDS, Drafter, draft_logits, target_features
 
 END, MASK = "<|endoftext|>", "<|mask|>"
@@ -320,14 +319,6 @@ def train_drafter(
     return drafter, report
 
 
-def save_drafter(drafter: Drafter, out: Path) -> None:
-    """Write bf16 weights and config."""
-    out.mkdir(parents=True, exist_ok=True)
-    state = {k: v.to(torch.bfloat16).contiguous() for k, v in drafter.state_dict().items()}
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(drafter.config, indent=2, sort_keys=True) + "\n")
-
-
 def main() -> None:
     """Train what the flags ask for and write it to --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -360,7 +351,7 @@ def main() -> None:
     drafter, report["drafter"] = train_drafter(
         model, train, valid, args.drafter_minutes, args.generate_minutes, args.batch, args.seed
     )
-    save_drafter(drafter, args.out / "drafter")
+    dflash.save(drafter, args.out / "drafter", torch.bfloat16)
     report_path.write_text(json.dumps(report, indent=2) + "\n")
 
 
