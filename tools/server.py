@@ -37,10 +37,11 @@ GUARDED = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -KILL 0; } & exec "$@" 3<
 
 @dataclass
 class Server:
-    """A running server: its base URL and the file its output goes to."""
+    """A running server: its base URL, the file its output goes to, and its process, the parent of all others of it."""
 
     url: str
     log: Path
+    pid: int
 
     def post(self, path: str, body: dict[str, Any] | bytes, timeout_s: float = 600) -> Any:
         """POST JSON (bytes are sent as they are), return JSON. Raises RuntimeError with the server's own refusal."""
@@ -137,7 +138,7 @@ def running(
             env=os.environ | SERVER_ENV | (env or {}),
         )
     _processes.add(process)
-    server = Server(f"http://127.0.0.1:{port}", log)
+    server = Server(f"http://127.0.0.1:{port}", log, process.pid)
     try:
         _wait_ready(server, process, ready_timeout_s)
         yield server

@@ -223,9 +223,10 @@ async def watch_health(up: server.Server, report: Report) -> None:
             await asyncio.sleep(2)
 
 
-def sample(up: server.Server, process: psutil.Process, elapsed_s: float) -> dict[str, Any]:
+def sample(up: server.Server, elapsed_s: float) -> dict[str, Any]:
     """The idle server: slots taken after the prefix cache is flushed, memory and handles of all its processes."""
     taken = idle_slots(up)
+    process = psutil.Process(up.pid)
     family = [process, *process.children(recursive=True)]
     compaction = up.info()["internal_states"][0]["sm120_kv"]
     return {
@@ -250,13 +251,13 @@ def idle_slots(up: server.Server, patience_s: float = 60) -> int:
         time.sleep(1)
 
 
-async def soak(up: server.Server, process: psutil.Process, report: Report, minutes: float, pauses: int) -> None:
+async def soak(up: server.Server, report: Report, minutes: float, pauses: int) -> None:
     """Traffic in `pauses` stretches, a sample after each."""
     begin = time.monotonic()
     health = asyncio.create_task(watch_health(up, report))
     for stretch in range(pauses):
         await clients(up, report, minutes * 60 / pauses, 1000 * stretch)
-        report.samples.append(await asyncio.to_thread(sample, up, process, time.monotonic() - begin))
+        report.samples.append(await asyncio.to_thread(sample, up, time.monotonic() - begin))
         print(json.dumps(report.samples[-1]), f"{sum(report.answers.values())} answers", flush=True)
     health.cancel()
 
@@ -333,7 +334,7 @@ def main() -> int:
     try:
         with server.running(TARGET, log, FLAGS, ENVIRONMENT) as up:
             print("the server is ready", flush=True)
-            asyncio.run(soak(up, server_process(up), report, args.minutes, args.pauses))
+            asyncio.run(soak(up, report, args.minutes, args.pauses))
         judge(report)
     except OSError as error:
         report.complaints.append(f"the server stopped answering ({error}); see {log}")
@@ -341,13 +342,6 @@ def main() -> int:
     (args.out / "soak.md").write_text(markdown(report, args.minutes))
     print(markdown(report, args.minutes))
     return 1 if report.complaints else 0
-
-
-def server_process(up: server.Server) -> psutil.Process:
-    """The process that listens at the server's address."""
-    port = int(up.url.rpartition(":")[2])
-    (pid,) = {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
-    return psutil.Process(pid)
 
 
 if __name__ == "__main__":

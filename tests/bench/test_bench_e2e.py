@@ -32,7 +32,7 @@ def started(monkeypatch) -> list[tuple[str, dict[str, str]]]:
     @contextmanager
     def running(model, log, flags, env, defaults, timeout_s):
         starts.append((" ".join(flags), env))
-        up = server.Server("http://nowhere", log)
+        up = server.Server("http://nowhere", log, 0)
         up.get = lambda _path: json.dumps({"max_total_num_tokens": 10_000, "attention_backend": "x"})
         yield up
 

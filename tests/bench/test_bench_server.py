@@ -34,7 +34,7 @@ def answering(step_s: float, accept: int = 1) -> server.Server:
             asked["input_ids"]
         )
 
-    up = server.Server("http://nowhere", Path("log"))
+    up = server.Server("http://nowhere", Path("log"), 0)
     up.post, up.get = post, lambda _path: ""
     return up
 

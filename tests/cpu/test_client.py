@@ -65,7 +65,7 @@ def test_no_proxy_stands_between_this_machine_and_itself(host, monkeypatch):
     monkeypatch.delenv("no_proxy", raising=False)
     with answering(json.dumps(INFO)) as url:
         assert client.server_info(url.replace("127.0.0.1", host), None) == INFO
-        assert json.loads(server.Server(url, Path()).get("/server_info")) == INFO
+        assert server.Server(url, Path(), 0).info() == INFO
     with pytest.raises(RuntimeError, match="Connection refused"):
         client.ask("http://elsewhere.invalid", "server_info", None)
 
