@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -158,9 +157,7 @@ def step_times(up: server.Server, seed: int, requests: int = 32, steps: int = 70
 def _token_times(up: server.Server, prompt: list[int], tokens: int) -> Iterator[float]:
     """When each token of a streamed answer arrives."""
     parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = json.dumps({"input_ids": prompt, "sampling_params": parameters, "stream": True}).encode()
-    request = urllib.request.Request(f"{up.url}/generate", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                yield time.perf_counter()
+    body = {"input_ids": prompt, "sampling_params": parameters, "stream": True}
+    for line in up.stream("/generate", body, timeout_s=300):
+        if line.startswith(b"data: {"):
+            yield time.perf_counter()

@@ -49,11 +49,15 @@ class Server:
 
     def post_text(self, path: str, body: dict[str, Any] | bytes, timeout_s: float = 60) -> str:
         """As `post`, for answers that are not JSON."""
+        return b"".join(self.stream(path, body, timeout_s)).decode()
+
+    def stream(self, path: str, body: dict[str, Any] | bytes, timeout_s: float = 60) -> Iterator[bytes]:
+        """As `post`, but the lines of the answer as they come; `timeout_s` holds for each."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
         try:
             with _open(request, timeout=timeout_s) as response:
-                return response.read().decode()
+                yield from response
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path} answered {error.code}: {error.read().decode(errors='replace')}") from error
 
