@@ -138,7 +138,7 @@ def build_trees(roots: Tensor, ids: Tensor, log_probs: Tensor, budget: int, out:
 
 
 def lone_roots(roots: Tensor) -> DraftTree:
-    """Trees of the root alone: a step without speculation."""
+    """Trees of the root alone, for `roots [B]`: a step without speculation."""
     return DraftTree(roots[:, None], *_lone(len(roots), roots.device))
 
 

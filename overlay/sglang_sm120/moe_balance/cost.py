@@ -43,7 +43,7 @@ class Gpu:
 
 
 def imbalance(loads: Tensor) -> Tensor:
-    """Largest over mean along the last dimension; 1 is even."""
+    """Largest over mean along the last dimension of `loads [..., n]`: `[...]` float64, 1 is even."""
     return loads.double().amax(-1) / loads.double().mean(-1)
 
 
@@ -58,12 +58,18 @@ def expert_parallel(physical: Tensor, ranks: int, gpu: Gpu) -> float:
 
 
 def tensor_parallel(tokens: Tensor, ranks: int, gpu: Gpu) -> float:
-    """TP, reads a step: every rank does `1 / ranks` of each expert. Also what EP would take if its ranks were even."""
+    """TP, reads a step: every rank does `1 / ranks` of each expert, for `tokens [steps, layers, experts]`.
+
+    Also what EP would take if its ranks were even.
+    """
     return gpu.cost(tokens).sum().item() / ranks / len(tokens)
 
 
 def even_experts(tokens: Tensor, ranks: int, gpu: Gpu) -> float:
-    """TP, reads a step, had each layer's tokens fallen evenly on its experts: what is left is reads and tile fill."""
+    """TP, reads a step, had the `tokens [steps, layers, experts]` of each layer fallen evenly on its experts.
+
+    What is left is reads and tile fill.
+    """
     experts, total = tokens.shape[-1], tokens.sum(-1)
     hit = total.clamp(max=experts)
     each = torch.ceil(total / hit.clamp(min=1))
@@ -71,7 +77,7 @@ def even_experts(tokens: Tensor, ranks: int, gpu: Gpu) -> float:
 
 
 def halves(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps that a placement is fitted to, and steps it is judged on; a single step is both."""
+    """Steps of `tokens [steps, ...]` that a placement is fitted to, and that it is judged on; a single step is both."""
     return (tokens, tokens) if len(tokens) == 1 else tokens.split((len(tokens) + 1) // 2)
 
 
