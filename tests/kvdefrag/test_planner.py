@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,39 @@ def test_pieces_gathered_one_after_the_other_make_one_permutation():
         check_lists(chunks, new_unit, WINDOW)
         assert (carry_out(chunks, torch.from_numpy(places)).numpy() == one_by_one).all()
     assert set(outcomes) == {True, False}
+
+
+def in_any_order(chunks: list, places: list, random: Random) -> None:
+    """Carry the chunks out on `places`: in each, every list reads all its units, then writes, some lists ahead."""
+    for src, dst in chunks:
+        lists = list(zip(src.view(-1, src.shape[-1]).tolist(), dst.view(-1, dst.shape[-1]).tolist(), strict=True))
+        steps = [(at, what) for at in range(len(lists)) for what in ("read", "write")]
+        staged: dict[int, dict] = {}
+        for at, what in random.sample(steps, len(steps)):
+            from_, to = lists[at]
+            if at not in staged:
+                staged[at] = {b: places[a] for a, b in zip(from_, to, strict=True) if b >= 0}
+            if what == "write":
+                for place, content in staged[at].items():
+                    places[place] = content
+
+
+def test_every_token_gets_to_its_place_in_whatever_order_lists_are_moved():
+    random, chunks = Random(0), 0
+    for seed in range(80):
+        survey = random_survey(seed, units=random.choice([40, 100, 301]), segments=random.choice([1, 4, 9]))
+        moves = planner.plan(survey, random.choice([5, WINDOW]), random.choice([WINDOW, 10 * WINDOW, 1000]), 32)
+        if moves is None:
+            continue
+        chunks += len(moves.chunks)
+        tokens = list(zip(survey.owner.tolist(), survey.position.tolist(), strict=True))
+        places = list(tokens)
+        in_any_order(moves.chunks, places, random)
+        assert [places[new] for new in moves.new_unit.tolist()] == tokens
+        assert places[0] == tokens[0], "the padding is no place"
+        in_any_order([(dst, src) for src, dst in reversed(moves.chunks)], places, random)
+        assert places == tokens
+    assert chunks > 80
 
 
 @pytest.mark.parametrize("budget", [1, WINDOW, 3 * WINDOW, 10 * WINDOW])
