@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang_sm120 import cli
 from sglang_sm120.kvdefrag import kv_map, serving
 from sglang_sm120.kvdefrag.settings import Settings, When
@@ -86,6 +87,15 @@ def test_an_unknown_allocator_is_refused():
     refused = World(64).scheduler()
     refused.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: None)
     assert "SimpleNamespace, which is not known" in serving.refusal(refused)
+
+
+@pytest.mark.parametrize("units", [1, 4095, 4097, 2**24 + 3])
+def test_a_picture_of_any_pool_has_evenly_spaced_units_of_it(units):
+    """Past 2**24 not every place is a float32."""
+    owner = torch.ones(units + 1, dtype=torch.int8)
+    owner[0] = owner[units // 2 + 1 :] = 0
+    cells = kv_map.owners(owner, 5)
+    assert len(cells) == min(units, kv_map.CELLS) and abs(int(cells.sum()) - len(cells) / 2) <= 1
 
 
 def test_the_picture_shows_the_pool_before_and_after(tmp_path, capsys):

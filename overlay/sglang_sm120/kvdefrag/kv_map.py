@@ -35,7 +35,8 @@ def owners(owner: torch.Tensor, segments: int) -> torch.Tensor:
     import torch
 
     units = len(owner) - 1
-    sample = owner[torch.linspace(1, units, min(units, CELLS), device=owner.device).long()]
+    cells = min(units, CELLS)
+    sample = owner[1 + torch.arange(cells, device=owner.device) * units // cells]
     return torch.where(sample == segments, FREE, sample)
 
 
