@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import statistics
 from collections.abc import Callable
@@ -17,9 +18,9 @@ HEAD_DIM = 576
 HEADS = 8
 RUN_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1_024, 4_096, 131_072)
 # How the kernel's loader finds a slot, and how it would if a request's KV were one run.
-INDEXED = "ptx::cp_async_4(slot_ring + to * kSlotBatchBytes, slots + min(at, length - 1));"
-CONTIGUOUS = """asm volatile("st.shared.u32 [%0], %1;" ::"r"(slot_ring + to * kSlotBatchBytes),
-                 "r"(slots[0] + min(at, length - 1)) : "memory");
+INDEXED = re.compile(r"ptx::cp_async_4\((\w+) \+ to \* kSlotBatchBytes, (\w+) \+ min\(at, length - 1\)\);")
+CONTIGUOUS = r"""asm volatile("st.shared.u32 [%0], %1;" ::"r"(\1 + to * kSlotBatchBytes),
+                 "r"(\2[0] + min(at, length - 1)) : "memory");
     __syncwarp();"""
 
 
@@ -82,8 +83,7 @@ def fastpath(repeats: int = 5) -> dict:
 
     major, minor = torch.cuda.get_device_capability()
     sources = Path(shutil.copytree(kernels.SOURCES, "build/contiguous", dirs_exist_ok=True)).resolve()
-    loader = slot_loader(sources)
-    loader.write_text(loader.read_text().replace(INDEXED, CONTIGUOUS))
+    read_no_indices(sources)
     library = kernels.build([f"sm_{major}{minor}"], sources / "lib", sources=sources)
     paths = {"indices": ops.LIBRARY_PATH, "contiguous": library}
 
@@ -107,15 +107,17 @@ def fastpath(repeats: int = 5) -> dict:
     return {"tokens": tokens, "cases": cases}
 
 
-def slot_loader(sources: Path) -> Path:
-    """The kernel source that reads slots, by one statement. RuntimeError if there is no such statement, or another."""
-    texts = {path: path.read_text() for path in sources.rglob("*.cuh")}
-    found = [path for path, text in texts.items() if INDEXED in text]
-    if sum(text.count(INDEXED) for text in texts.values()) != 1:
+def read_no_indices(sources: Path) -> None:
+    """Change the statement that reads slots. RuntimeError if there is none, or more than one."""
+    changed = 0
+    for path in sources.rglob("*.cuh"):
+        text, count = INDEXED.subn(CONTIGUOUS, path.read_text())
+        path.write_text(text)
+        changed += count
+    if changed != 1:
         raise RuntimeError(
-            f"{sources} does not read slots once by `{INDEXED}`: tell tools/defrag_kernels.py how it does"
+            f"{sources} does not read slots by one `{INDEXED.pattern}`: tell tools/defrag_kernels.py how"
         )
-    return found[0]
 
 
 def move(layers: int = 61, slots: int = 73_728) -> dict:

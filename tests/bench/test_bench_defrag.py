@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -146,9 +147,13 @@ def test_serve_takes_turns_and_keeps_every_round(no_gpu, monkeypatch, tmp_path):
     assert result["cases"][0]["against_off"] == 1
 
 
-def test_the_kernel_reads_slots_as_the_bench_thinks():
+def test_the_kernel_reads_slots_as_the_bench_thinks(tmp_path):
     """`fastpath` changes one statement of it, on a GPU, where nobody should find out that it is another one."""
-    assert defrag_kernels.slot_loader(kernels.SOURCES).suffix == ".cuh"
+    sources = Path(shutil.copytree(kernels.SOURCES, tmp_path / "kernels"))
+    defrag_kernels.read_no_indices(sources)
+    assert kernels.source_hash(sources) != kernels.source_hash()
+    with pytest.raises(RuntimeError, match="does not read slots"):
+        defrag_kernels.read_no_indices(sources)
 
 
 def test_a_part_that_fails_costs_only_itself(monkeypatch, tmp_path, capsys):
