@@ -236,3 +236,28 @@ def test_an_outcome_says_which_nodes_were_accepted():
     probabilities, accepted = module.outcome(nodes, masses)
     assert probabilities[0].tolist() == pytest.approx([1.0, 0.3679, 0.1353, 0.0498], abs=1e-4)
     assert accepted.tolist() == [[True, False, True, False], [True, False, False, False]]
+
+
+@pytest.mark.parametrize(("pool", "sizes"), [(100_000, [1, 4, 16, 48]), (16_384, [1, 4, 16, 31]), (1030, [1, 2])])
+def test_what_is_measured_at_start_fits_the_pool(pool, sizes, monkeypatch):
+    state = object.__new__(module.AdaptiveWidth)
+    tables = types.SimpleNamespace(req_to_token=torch.zeros(2, 2))
+    state.runner = types.SimpleNamespace(
+        max_running_requests=48, token_to_kv_pool=types.SimpleNamespace(size=pool), req_to_token_pool=tables,
+        model_config=types.SimpleNamespace(context_len=32_768),
+    )  # fmt: skip
+    state.worker = types.SimpleNamespace(widest=513, draft_model_runner=state.runner)
+    state._context_tokens, state._use = module.CONTEXT_TOKENS["cuda"], lambda _: None
+    monkeypatch.setattr(
+        module, "get_parallel", lambda: types.SimpleNamespace(tp_group=types.SimpleNamespace(world_size=1))
+    )
+    measured: list[int] = []
+
+    def seconds(width: int, batch_size: int, context_tokens: int) -> float:
+        measured.append(batch_size)
+        assert batch_size * (context_tokens + width) <= pool
+        return 1.0
+
+    monkeypatch.setattr(state, "_seconds", seconds)
+    state._measure([1, 8, 513])
+    assert sorted(set(measured)) == sizes

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_sm120.ddtree.tree import DraftTree, Path
     from sglang_sm120.ddtree.worker import DDTreeWorker
 
-SHORT_CONTEXT_TOKENS = 64
+SHORTEST_CONTEXT_TOKENS, SHORT_CONTEXT_TOKENS = 2, 64
 BATCH_SIZES = (1, 4, 16, 64)
 # Context tokens of a batch in the long measurement: a CPU is for trying it out.
 CONTEXT_TOKENS = {"cuda": 131_072, "cpu": 2048}
@@ -166,7 +166,8 @@ class AdaptiveWidth:
 
     def _measure(self, widths: list[int]) -> StepCosts:
         """Time verify (and draft, for widths above 1) over empty pools; rank 0's figures hold for all ranks."""
-        limit = self.runner.max_running_requests
+        fit = self.runner.token_to_kv_pool.size // (SHORTEST_CONTEXT_TOKENS + self.worker.widest)
+        limit = max(1, min(self.runner.max_running_requests, fit))
         sizes = sorted({min(size, limit) for size in BATCH_SIZES})
         lines = {size: self._lines(widths, size) for size in sizes}
         seconds = {width: {size: lines[size][width] for size in sizes} for width in widths}
@@ -181,7 +182,8 @@ class AdaptiveWidth:
     def _lines(self, widths: list[int], batch_size: int) -> dict[int, tuple[float, float]]:
         """By width, (seconds at no context, seconds a context token) through a short and a long measurement."""
         slots = min(self.runner.token_to_kv_pool.size, self._context_tokens)
-        longest = max(2, min(self.runner.model_config.context_len, slots // batch_size) - 2 * self.worker.widest)
+        room = min(self.runner.model_config.context_len, slots // batch_size) - 2 * self.worker.widest
+        longest = max(SHORTEST_CONTEXT_TOKENS, room)
         short = min(SHORT_CONTEXT_TOKENS, longest // 2)
         near, far = (self._fastest(widths, batch_size, tokens) for tokens in (short, longest))
         lines = {}
