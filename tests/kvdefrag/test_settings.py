@@ -83,6 +83,13 @@ def test_every_buffer_of_a_pool_with_keys_and_values_is_moved():
     assert serving.pool_buffers(SimpleNamespace(k_buffer=[1, 2], v_buffer=[3, 4])) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("apart", ["use_hnd", "k_scale_buffer", "native_k_scale_buffer"])
+def test_a_pool_that_keeps_something_apart_is_refused(apart):
+    world = World(64)
+    setattr(world.pools[1], apart, [torch.zeros(1)])
+    assert "scales apart; that is not moved" in serving.refusal(world.scheduler(world.pools[1:]))
+
+
 def test_an_unknown_allocator_is_refused():
     refused = World(64).scheduler()
     refused.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: None)

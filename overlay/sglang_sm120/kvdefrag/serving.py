@@ -355,7 +355,8 @@ def refusal(scheduler: Scheduler) -> str | None:
     for pool in kv_pools(scheduler):
         if type(pool) not in (MLATokenToKVPool, MHATokenToKVPool):
             return f"a KV pool of this model is {type(pool).__name__}, which is not known to compaction"
-        if getattr(pool, "use_hnd", False) or getattr(pool, "k_scale_buffer", None) is not None:
+        scales = (getattr(pool, name, None) for name in ("k_scale_buffer", "native_k_scale_buffer"))
+        if getattr(pool, "use_hnd", False) or any(scale is not None for scale in scales):
             return f"the {type(pool).__name__} of this model keeps heads or scales apart; that is not moved"
     return None
 
