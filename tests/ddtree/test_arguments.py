@@ -56,6 +56,7 @@ REFUSED = [
     ("--enable-lora",),
     ("--enable-return-routed-experts",),
     ("--enable-return-indexer-topk",),
+    ("--kv-canary", "log"),
     ("--enable-watermark",),
     ("--enable-unified-memory",),
     ("--pp-size", "2"),

@@ -123,6 +123,7 @@ _REFUSALS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "--enable-lora": (lambda a: a.enable_lora or a.lora_paths, "leave out --enable-lora and --lora-paths"),
     "--enable-return-routed-experts": (lambda a: a.enable_return_routed_experts, "leave it out"),
     "--enable-return-indexer-topk": (lambda a: a.enable_return_indexer_topk, "leave it out"),
+    "--kv-canary": (lambda a: a.kv_canary != "none", "leave it out: it takes the path's KV, which moves, for corrupt"),
     "--enable-watermark": (lambda a: a.enable_watermark, "leave it out"),
     "--speculative-use-rejection-sampling": (
         lambda a: a.speculative_use_rejection_sampling,
