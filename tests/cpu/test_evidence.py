@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from served import metric
 from sglang_sm120 import cli, ops
 from sglang_sm120.attention import graphs, metrics, report, select
 
@@ -24,19 +25,14 @@ def server(tmp_path_factory: pytest.TempPathFactory):
         yield up
 
 
-def value(text: str, name: str) -> float:
-    """The sum of a metric's samples."""
-    return sum(float(sample) for sample in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
-
-
 def test_metrics_of_a_chain(server):
     text = server.get("/metrics")
-    steps = value(text, 'sm120:attention_steps_total{mode="target_verify",path="reference"}')
+    steps = metric(text, 'sm120:attention_steps_total{mode="target_verify",path="reference"}')
     assert steps > 0
-    assert value(text, "sm120:verify_seconds_count") == steps
-    assert 0 < value(text, "sm120:verify_seconds_sum") < 600
-    assert value(text, "sglang:spec_accept_length") >= 1
-    assert value(text, "sm120:eager_fallbacks_total") == 0
+    assert metric(text, "sm120:verify_seconds_count") == steps
+    assert 0 < metric(text, "sm120:verify_seconds_sum") < 600
+    assert metric(text, "sglang:spec_accept_length") >= 1
+    assert metric(text, "sm120:eager_fallbacks_total") == 0
 
 
 def test_one_line_at_start(server):

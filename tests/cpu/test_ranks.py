@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pair
 import pytest
+from served import metric, retract_every
 
 from tools import server as launcher
 
@@ -17,8 +16,6 @@ NEW_TOKENS = 24
 CORES = sorted(os.sched_getaffinity(0))
 # Upstream wants a core named for each rank, and starts NCCL, which comes with torch, on CPU ranks unless it finds none.
 RANKS_ENV = {"SGLANG_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}", "SGLANG_NCCL_SO_PATH": "none"}
-# Compaction before every step, and upstream's own switch: in every fifth step it retracts a request.
-UNREST = {"SGLANG_SM120_KV_COMPACT": "every-step", "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 
 
 @pytest.fixture(scope="module")
@@ -37,30 +34,22 @@ def tokens(answers: list[dict]) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
 
-@contextmanager
-def two_ranks(log: Path, flags: list[str], env: dict[str, str]) -> Iterator[launcher.Server]:
-    flags = [*flags, "--tp-size", "2", "--enable-metrics"]
-    with launcher.running(pair.TARGET, log, flags, env=RANKS_ENV | env) as server:
-        yield server
+def two_ranks(log: Path, flags: list[str], env: dict[str, str]) -> AbstractContextManager[launcher.Server]:
+    return launcher.running(pair.TARGET, log, [*flags, "--tp-size", "2", "--enable-metrics"], env=RANKS_ENV | env)
 
 
 def test_tensor_parallel_trees_of_adaptive_width_while_kv_moves(tmp_path, prompts, alone):
     """Ranks take one width and one draft a step, accept the same path and move the same KV, or tokens would differ."""
     flags = pair.ddtree_flags(12, 8, "--speculative-ddtree-adaptive")
-    with two_ranks(tmp_path / "log", flags, UNREST) as server:
+    unrest = {"SGLANG_SM120_KV_COMPACT": "every-step"} | retract_every(5)
+    with two_ranks(tmp_path / "log", flags, unrest) as server:
         cold, cached = (server.generate(prompts, NEW_TOKENS) for _ in range(2))
-        state, metrics = json.loads(server.get("/server_info"))["internal_states"][0], server.get("/metrics")
+        state, metrics = server.info()["internal_states"][0], server.get("/metrics")
     assert tokens(cold) == tokens(cached) == alone
     assert any(answer["meta_info"]["cached_tokens"] for answer in cached)
     assert max(answer["meta_info"]["spec_accept_length"] for answer in cold) > 1.5, "drafts must be accepted"
     assert state["sm120_kv"]["refused_because"] is None and state["sm120_kv"]["passes"] > 10
-    assert retracted(metrics) > 0, "this load must make upstream retract"
-
-
-def retracted(metrics: str) -> float:
-    """Retracted requests, from the text of `/metrics`."""
-    lines = [line for line in metrics.splitlines() if line.startswith("sglang:num_retracted_requests_total{")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    assert metric(metrics, "sglang:num_retracted_requests_total") > 0, "this load must make upstream retract"
 
 
 def test_data_parallel_attention_with_and_without_an_idle_rank(tmp_path, prompts, alone):
@@ -68,6 +57,6 @@ def test_data_parallel_attention_with_and_without_an_idle_rank(tmp_path, prompts
     with two_ranks(tmp_path / "log", [*pair.FLAGS, "--dp-size", "2", "--enable-dp-attention"], {}) as server:
         one_by_one = [server.generate([prompt], NEW_TOKENS)[0] for prompt in prompts]
         together = server.generate(prompts, NEW_TOKENS)
-        ranks = len(json.loads(server.get("/server_info"))["internal_states"])
+        ranks = len(server.info()["internal_states"])
     assert ranks == 2
     assert tokens(one_by_one) == tokens(together) == alone

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pair
 import pytest
+from served import retract_every
 
 from tools import server as launcher
 
@@ -23,8 +24,7 @@ POOL_TOKENS = 1536
 
 def environment(report: Path, **more: str) -> dict[str, str]:
     path = os.pathsep.join([str(AUDIT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
-    return {"PYTHONPATH": path, "DDTREE_AUDIT": str(report)} | retract | more
+    return {"PYTHONPATH": path, "DDTREE_AUDIT": str(report)} | retract_every(25) | more
 
 
 def flags(page_size: int) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from served import metric, retract_every
 from sglang_sm120.kvdefrag import kv_map
 
 from tools import server as launcher
@@ -26,8 +27,6 @@ FLAGS = (
     "--dtype float32 --enable-metrics --max-total-tokens 1024 --chunked-prefill-size 128 --context-length 1024 "
     f"--admin-api-key {ADMIN_KEY}"
 )
-# Upstream's own switch: in every fifth step it retracts a request, as if the pool were full, and starts it again.
-RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 CASES = {
     "page1": ("1", {}),
     "page64": ("64", {}),
@@ -64,23 +63,17 @@ def serve(
     """Outputs of all prompts, cold and then with the cache full; the scheduler's `/server_info`; the metrics."""
     checkpoint, flags = model
     asked = prompts(checkpoint)
-    with launcher.running(checkpoint, log, [*FLAGS.split(), *flags, "--page-size", page], env=RETRACT | env) as up:
+    served_with = [*FLAGS.split(), *flags, "--page-size", page]
+    with launcher.running(checkpoint, log, served_with, env=retract_every(5) | env) as up:
         answers = [up.generate(asked, NEW_TOKENS) for _ in range(2)]
         if flags:
             lengths = [a["meta_info"]["spec_accept_length"] for a in answers[0]]
             assert sum(lengths) / len(lengths) > 1.5, f"drafts must be accepted and rejected: {lengths}"
         assert any(a["meta_info"]["cached_tokens"] > 0 for a in answers[1]), "the cache must be hit"
         state, metrics = up.info()["internal_states"][0], up.get("/metrics")
-        assert counted(metrics, "sglang:num_retracted_requests_total") > 0, "this load must make upstream retract"
+        assert metric(metrics, "sglang:num_retracted_requests_total") > 0, "this load must make upstream retract"
         then(up)
         return [[a["output_ids"] for a in answer] for answer in answers], state, metrics
-
-
-def counted(metrics: str, name: str) -> float:
-    """A counter's value in the text of `/metrics`, over all its labels."""
-    return sum(
-        float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith((name + "{", name + " "))
-    )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +92,7 @@ def test_outputs_equal_those_without_compaction(case, model, without, tmp_path):
     done = state["sm120_kv"]
     assert done["refused_because"] is None
     assert done["passes"] > 10 and done["units_moved"] > 0 and len(done["map_before"]) == len(done["map_after"])
-    assert counted(metrics, "sm120:kv_compaction_passes_total") == done["passes"] and "sm120:kv_contiguity" in metrics
+    assert metric(metrics, "sm120:kv_compaction_passes_total") == done["passes"] and "sm120:kv_contiguity" in metrics
 
 
 def operate(picture: Path, up: launcher.Server) -> None:
