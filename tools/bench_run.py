@@ -104,14 +104,13 @@ def cpus_of(flags: list[str], everywhere: set[int], gpus: int) -> set[int]:
 
 def ask(up: server.Server, prompts: list[list[int]], new_tokens: int, **more: Any) -> list[dict[str, Any]]:
     """Greedy answers to prompts sent together."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    return up.post("/generate", {"input_ids": prompts, "sampling_params": sampling} | more, REQUEST_TIMEOUT_S)
+    body = {"input_ids": prompts, "sampling_params": server.greedy_sampling(new_tokens)} | more
+    return up.post("/generate", body, REQUEST_TIMEOUT_S)
 
 
 def ask_encoded(up: server.Server, encoded: str, new_tokens: int, timeout_s: float) -> list[dict[str, Any]]:
     """What the server says of each greedy answer to prompts that are JSON already: long ones take seconds to encode."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(sampling)}}}'.encode()
+    body = f'{{"input_ids": {encoded}, "sampling_params": {json.dumps(server.greedy_sampling(new_tokens))}}}'.encode()
     return [answer["meta_info"] for answer in up.post("/generate", body, timeout_s)]
 
 

@@ -156,8 +156,7 @@ def step_times(up: server.Server, seed: int, requests: int = 32, steps: int = 70
 
 def _token_times(up: server.Server, prompt: list[int], tokens: int) -> Iterator[float]:
     """When each token of a streamed answer arrives."""
-    parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": parameters, "stream": True}
+    body = {"input_ids": prompt, "sampling_params": server.greedy_sampling(tokens), "stream": True}
     for line in up.stream("/generate", body, timeout_s=300):
         if line.startswith(b"data: {"):
             yield time.perf_counter()

@@ -75,8 +75,13 @@ class Server:
 
         Each answer has `output_ids` and upstream's `meta_info`.
         """
-        parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True} | sampling
-        return self.post("/generate", {"input_ids": [list(p) for p in prompts], "sampling_params": parameters})
+        body = {"input_ids": [list(p) for p in prompts], "sampling_params": greedy_sampling(max_new_tokens) | sampling}
+        return self.post("/generate", body)
+
+
+def greedy_sampling(new_tokens: int) -> dict[str, Any]:
+    """Sampling parameters of exactly so many greedy tokens."""
+    return {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
 
 
 # The server is on this machine: no proxy that the environment names leads to it.
