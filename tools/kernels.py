@@ -229,9 +229,15 @@ def _found(pattern: re.Pattern[str], text: str) -> re.Match[str]:
     return match
 
 
+def _score_row_parts() -> int:
+    config = (SOURCES / "mla_verify" / "config.h").read_text()
+    return int(_found(re.compile(r"constexpr int kScoreRowParts = (\d);"), config)[1])
+
+
 def shared_bytes(fp8: bool, row_groups: int) -> int:
     """Dynamic shared memory of a verify instance: the arithmetic of `Config` in kernels/mla_verify/config.h."""
-    partials = 2048 * row_groups
+    column_parts = 4 // (_score_row_parts() if row_groups >= 4 and not fp8 else 1)
+    partials = 512 * column_parts * row_groups
     fixed = 256 + 3 * 512 + 3 * 8 * row_groups * 4 + 2 * 16 * (row_groups | 1) * 16
     stage = 16 * (576 if fp8 else 1152)
     stages_beside = [min(10, (MAX_SHARED_BYTES - 127 - fixed - buffers * partials) // stage) for buffers in (1, 2)]

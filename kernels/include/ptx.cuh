@@ -26,11 +26,30 @@ __device__ __forceinline__ void cp_async_4(uint32_t dst_smem, const void* src_gm
 // Waits until all cp.async of this thread have landed.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// ld.shared: 4 bytes.
-__device__ __forceinline__ int load_shared(uint32_t address) {
+// ld.shared: 4, 16 or 8 bytes.
+__device__ __forceinline__ int load_shared(uint32_t address_smem) {
   int value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address_smem) : "memory");
   return value;
+}
+
+__device__ __forceinline__ float4 load_shared_float4(uint32_t address_smem) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address_smem)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 load_shared_float2(uint32_t address_smem) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address_smem) : "memory");
+  return v;
+}
+
+// st.shared: 4 bytes.
+__device__ __forceinline__ void store_shared(uint32_t address_smem, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address_smem), "r"(value) : "memory");
 }
 
 // cp.async.mbarrier.arrive.noinc: this thread arrives once all its earlier cp.async have landed.
@@ -65,7 +84,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t mbar, uint32_t parity) {
 #endif
 }
 
-// Whether that phase has completed.
+// mbarrier.test_wait: whether that phase has completed.
 __device__ __forceinline__ bool mbarrier_test(uint32_t mbar, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -83,20 +102,6 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// bar.red.or: the same, and whether any of them brought true.
-__device__ __forceinline__ bool barrier_any(int id, int threads, bool mine) {
-  uint32_t any;
-  asm volatile(
-      "{\n.reg .pred p, q;\n"
-      "setp.ne.u32 p, %3, 0;\n"
-      "bar.red.or.pred q, %1, %2, p;\n"
-      "selp.u32 %0, 1, 0, q;\n}"
-      : "=r"(any)
-      : "r"(id), "r"(threads), "r"(uint32_t(mine))
-      : "memory");
-  return any;
-}
-
 // griddepcontrol (programmatic dependent launch): lets the next launch be set up early; waits for the previous to end.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -107,6 +112,13 @@ __device__ __forceinline__ void wait_for_previous_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// %laneid, read anew: what is worked out from it is not kept in registers from before.
+__device__ __forceinline__ int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
 // ldmatrix: four (or two) 8x8 matrices of 16-bit elements; lanes 8i..8i+7 give the row addresses of matrix i.
@@ -171,6 +183,20 @@ __device__ __forceinline__ uint32_t e4m3x2_to_half2(uint32_t pair) {
 #endif
 }
 
+// Four e4m3 bytes, the low two and the high two: without a shift where cvt takes either half of a register.
+__device__ __forceinline__ void e4m3x4_to_half2(uint32_t bytes, uint32_t& low, uint32_t& high) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 l, h;\n"
+      "mov.b32 {l, h}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, l;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
+#else
+  low = e4m3x2_to_half2(bytes), high = e4m3x2_to_half2(bytes >> 16);
+#endif
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -191,6 +217,12 @@ template <>
 __device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
   const __half2 v = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+// ld.global: brings a line to L1; nobody waits for it.
+__device__ __forceinline__ void touch(const int32_t* pointer_gmem) {
+  [[maybe_unused]] int value;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer_gmem));
 }
 
 }  // namespace sm120::ptx

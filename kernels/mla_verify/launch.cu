@@ -53,14 +53,20 @@ int dispatch(const Args& args, int blocks, void* stream) {
 
 size_t align(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
+// The workspace, in this order.
+size_t partial_rows(int num_sms) { return size_t(kPartialSlotsPerSm) * num_sms * kMaxRows; }
+size_t out_bytes(int num_sms) { return align(partial_rows(num_sms) * kLatentDim * sizeof(__half)); }
+size_t exponent_bytes(int num_sms) { return align(partial_rows(num_sms) * kRowShares); }
+size_t lse_bytes(int num_sms) { return align(partial_rows(num_sms) * sizeof(float)); }
 size_t plan_bytes(int max_batch) { return align((max_batch + 1) * sizeof(int32_t)); }
-size_t lse_bytes(int num_sms) { return align(size_t(kPartialSlotsPerSm) * num_sms * kMaxRows * sizeof(float)); }
-size_t out_bytes(int num_sms) { return size_t(kPartialSlotsPerSm) * num_sms * kMaxRows * kLatentDim * sizeof(float); }
 
 Workspace workspace(const sm120_mla_params& p) {
-  char* base = static_cast<char*>(p.workspace);
-  return {reinterpret_cast<int32_t*>(base + lse_bytes(p.num_sms) + out_bytes(p.num_sms)),
-          reinterpret_cast<float*>(base + out_bytes(p.num_sms)), reinterpret_cast<float*>(base)};
+  char* out = static_cast<char*>(p.workspace);
+  char* exponent = out + out_bytes(p.num_sms);
+  char* lse = exponent + exponent_bytes(p.num_sms);
+  char* plan = lse + lse_bytes(p.num_sms);
+  return {reinterpret_cast<int32_t*>(plan), reinterpret_cast<float*>(lse), reinterpret_cast<uint8_t*>(exponent),
+          reinterpret_cast<__half*>(out)};
 }
 
 }  // namespace
@@ -72,7 +78,7 @@ int sm120_mla_abi(void) { return SM120_MLA_ABI; }
 
 size_t sm120_mla_workspace_bytes(int32_t num_sms, int32_t max_batch) {
   using namespace sm120::mla;
-  return out_bytes(num_sms) + lse_bytes(num_sms) + plan_bytes(max_batch);
+  return out_bytes(num_sms) + exponent_bytes(num_sms) + lse_bytes(num_sms) + plan_bytes(max_batch);
 }
 
 int32_t sm120_mla_splits(int32_t q_len, int32_t heads, int32_t num_sms) {

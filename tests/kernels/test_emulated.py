@@ -17,6 +17,7 @@ from pathlib import Path
 import bundles
 import numpy as np
 import pytest
+import torch
 from sglang_sm120 import ops
 
 from tools import kernels
@@ -29,14 +30,53 @@ INSTANCES = [
     for q in range(1, 7)
     for fp8 in (False, True)
 ]
+# Cut among all blocks: partial outputs, and their merge.
+SPLIT = bundles.BundleCase("split", 30, 8, (3,), (1000,), tree=False)
+# What goes wrong, and the text of which source is replaced by what.
+# fmt: off
 FAULTS = {
-    "a stage is copied before its values were used": "ptx::mbarrier_wait(bars.done(ring.slot), ring.parity ^ 1);",
-    "partials are overwritten before they were read": (
-        "ptx::mbarrier_wait(bars.consumed(buffer.slot), buffer.parity ^ 1);"
+    "a stage is copied before its values were used": (
+        "loader.cuh", "if (!stage_free) ptx::mbarrier_wait(bars.done(stage.slot), stage.parity ^ 1);", ""
     ),
-    "partials are read before they are there": "ptx::mbarrier_wait(bars.published(partials.slot), partials.parity);",
-    "keys are read before they have landed": "ptx::mbarrier_wait(bars.landed(ring.slot), ring.parity);",
+    "a stage is taken to be free without a look": (
+        "loader.cuh", "ptx::mbarrier_test(bars.done(stage.slot), stage.parity ^ 1)", "true"
+    ),
+    "partials are overwritten before they were read": (
+        "score.cuh",
+        "if (__builtin_expect(!free, 0)) ptx::mbarrier_wait(bars.consumed(buffer.slot), buffer.parity ^ 1);",
+        "",
+    ),
+    "partials are taken to be read without a look": (
+        "score.cuh", "ptx::mbarrier_test(bars.consumed(buffer.slot), buffer.parity ^ 1)", "true"
+    ),
+    "keys are read before they have landed": (
+        "score.cuh",
+        "if (__builtin_expect(!__all_sync(~0u, landed), 0)) ptx::mbarrier_wait(bars.landed(ring.slot), ring.parity);",
+        "",
+    ),
+    "keys are taken to have landed without a look": (
+        "score.cuh", "ptx::mbarrier_test(bars.landed(ring.slot), ring.parity)", "true"
+    ),
+    "partials are read before they are there": (
+        "softmax.cuh", "if (!published) ptx::mbarrier_wait(bars.published(partials.slot), partials.parity);", ""
+    ),
+    "partials are taken to be there without a look": (
+        "softmax.cuh", "ptx::mbarrier_test(bars.published(partials.slot), partials.parity)", "true"
+    ),
+    "probabilities are read before they are there": (
+        "value.cuh",
+        "    ptx::barrier_sync(kValueBarrier, kValueThreads);\n    const int again = softmax.rises(buffer);",
+        "    const int again = softmax.rises(buffer);",
+    ),
+    "the flag of rising references is read before the barrier": (
+        "value.cuh",
+        "    ptx::barrier_sync(kValueBarrier, kValueThreads);\n    const int again = softmax.rises(buffer);",
+        "    const int again = softmax.rises(buffer);\n    ptx::barrier_sync(kValueBarrier, kValueThreads);",
+    ),
+    "probabilities have one place instead of two": ("value.cuh", "++tile, buffer ^= 1", "++tile"),
+    "partial outputs are half without an exponent": ("value.cuh", "share_exponent(peak * scale)", "127 + 14"),
 }
+# fmt: on
 
 
 def _cut(text: str, start: str) -> str:
@@ -46,17 +86,23 @@ def _cut(text: str, start: str) -> str:
 
 
 def _build(folder: Path, fault: str = "") -> ctypes.CDLL:
-    """The emulated library, built in `folder`; without the statement `fault`, if one is given."""
-    for header in kernels.SOURCES.glob("*/*.h"):
-        shutil.copy(header, folder)
-    for name in ("work.cuh", "launch.cu"):
-        shutil.copy(kernels.SOURCES / "mla_verify" / name, folder)
-    kernel = (kernels.SOURCES / "mla_verify" / "kernel.cuh").read_text()
-    assert fault in kernel
-    kernel = kernel.replace(fault, "", 1) if fault else kernel
-    kernel = kernel.replace("extern __shared__ __align__(128) char smem[];", "")
+    """The emulated library, built in `folder`; with one of FAULTS, if it is named."""
+    sources = kernels.SOURCES / "mla_verify"
+    for source in (
+        kernels.SOURCES / "include" / "sm120_mla.h",
+        sources / "launch.cu",
+        *sources.glob("*.h"),
+        *sources.glob("*.cuh"),
+    ):
+        shutil.copy(source, folder)
+    if fault:
+        name, right, wrong = FAULTS[fault]
+        text = (folder / name).read_text()
+        assert right in text, (fault, "its place has changed")
+        (folder / name).write_text(text.replace(right, wrong))
+    kernel = (folder / "kernel.cuh").read_text().replace("extern __shared__ __align__(128) char smem[];", "")
     (folder / "kernel.cuh").write_text(_cut(kernel, "template <typename Kv, int RowGroups>\nint launch("))
-    merge = (kernels.SOURCES / "mla_verify" / "merge.cu").read_text().replace("__shared__", "static")
+    merge = (sources / "merge.cu").read_text().replace("__shared__", "static")
     (folder / "merge.cuh").write_text(_cut(merge, "int launch_merge("))
     # nvcc knows where its headers are, and hands C++ to the host's compiler.
     flags = ["-std=c++17", "-O1", "-Xcompiler", "-fPIC,-w", "-shared", "-D__forceinline__=inline"]
@@ -66,9 +112,11 @@ def _build(folder: Path, fault: str = "") -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def _run(library: ctypes.CDLL, case: bundles.BundleCase, seed: int) -> None:
-    """Runs a case with poisoned outputs and workspace; raises AssertionError where they are off."""
-    data = {name: np.ascontiguousarray(array) for name, array in bundles.make(case).items()}
+def _launch(
+    library: ctypes.CDLL, case: bundles.BundleCase, data: dict[str, np.ndarray], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Runs a case with poisoned outputs and workspace; returns float32 out and lse."""
+    data = {name: np.ascontiguousarray(array) for name, array in data.items()}
     rows, batch = sum(case.q_lens), len(case.q_lens)
     library.sm120_mla_workspace_bytes.restype = ctypes.c_size_t
     out = np.full((rows, case.heads, 512), 0xFFFF, dtype=np.uint16)
@@ -87,12 +135,53 @@ def _run(library: ctypes.CDLL, case: bundles.BundleCase, seed: int) -> None:
     )  # fmt: skip
     library.set_emulation_seed(seed)
     assert library.sm120_mla_verify(ctypes.byref(params), None) == 0
-    got, want = (out.astype(np.uint32) << 16).view(np.float32), data["out"]
-    assert np.isfinite(got).all()
-    assert np.linalg.norm(got - want) < bundles.MAX_RELATIVE_ERROR * np.linalg.norm(want)
+    return _floats(out), lse
+
+
+def _floats(bf16: np.ndarray) -> np.ndarray:
+    return (bf16.astype(np.uint32) << 16).view(np.float32)
+
+
+def _times_power(bf16: np.ndarray, power: int) -> np.ndarray:
+    """bf16 bits of 2**power times as much, exact."""
+    return (np.ldexp(_floats(bf16), power).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _relative_error(out: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(out - want) / np.linalg.norm(want))
+
+
+def _check(library: ctypes.CDLL, case: bundles.BundleCase, seed: int) -> None:
+    """Raises AssertionError where the answers are off."""
+    data = bundles.make(case)
+    out, lse = _launch(library, case, data, seed)
+    assert np.isfinite(out).all()
+    assert _relative_error(out, data["out"]) < bundles.MAX_RELATIVE_ERROR
     finite = np.isfinite(data["lse"])
     assert np.array_equal(np.isneginf(lse), ~finite)
     assert np.abs(lse[finite] - data["lse"][finite]).max(initial=0) < bundles.MAX_LSE_ERROR
+
+
+def _check_magnitude(library: ctypes.CDLL, power: int) -> None:
+    """Latents 2**power times as large, queries as much smaller: outputs are 2**power times as large, bit for bit."""
+    data = bundles.make(SPLIT)
+    scaled = data | {"q": _times_power(data["q"], -power), "kv": _times_power(data["kv"], power)}
+    (want, want_lse), (out, lse) = (_launch(library, SPLIT, each, seed=0) for each in (data, scaled))
+    assert np.array_equal(lse, want_lse)
+    assert np.array_equal(out, np.ldexp(want, power))
+
+
+def _pytorch_out(case: bundles.BundleCase, data: dict[str, np.ndarray]) -> np.ndarray:
+    """PyTorch's own attention of a case without tree or soft cap: products, softmax and sums in bf16."""
+    q, kv = (torch.from_numpy(data[name]).view(torch.bfloat16) for name in ("q", "kv"))
+    outs = []
+    for b, (new, length) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
+        tokens = kv[torch.from_numpy(data["req_to_token"][data["req_pool_indices"][b], :length]).long()]
+        logits = torch.einsum("qhd,kd->hqk", q[data["qo_indptr"][b] : data["qo_indptr"][b + 1]], tokens) * case.sm_scale
+        unseen = torch.ones(new, length, dtype=torch.bool).triu(length - new + 1)
+        weights = torch.softmax(logits.masked_fill(unseen, -torch.inf), dim=-1)
+        outs.append(torch.einsum("hqk,kd->qhd", weights, tokens[:, :512]))
+    return torch.cat(outs).float().numpy()
 
 
 @pytest.fixture(scope="module")
@@ -105,18 +194,39 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.mark.parametrize("case", [*bundles.CASES, *INSTANCES], ids=lambda c: c.name)
 def test_right_in_random_schedules(library: ctypes.CDLL, case: bundles.BundleCase) -> None:
     for seed in range(2):
-        _run(library, case, seed)
+        _check(library, case, seed)
+
+
+@pytest.mark.parametrize("case", INSTANCES, ids=lambda c: c.name)
+def test_report_has_the_shared_memory_of_each_instance(library: ctypes.CDLL, case: bundles.BundleCase) -> None:
+    _launch(library, case, bundles.make(case), seed=0)
+    used = ctypes.c_int.in_dll(library, "shared_bytes").value
+    assert used == kernels.shared_bytes(case.fp8, row_groups=case.q_lens[0])
+
+
+@pytest.mark.parametrize("power", [-90, -30, 30, 90])
+def test_latents_of_any_magnitude(library: ctypes.CDLL, power: int) -> None:
+    _check_magnitude(library, power)
+
+
+def test_as_exact_as_pytorch(library: ctypes.CDLL) -> None:
+    data = bundles.make(SPLIT)
+    out, _ = _launch(library, SPLIT, data, seed=0)
+    own, pytorch = (_relative_error(each, data["out"]) for each in (out, _pytorch_out(SPLIT, data)))
+    assert own <= pytorch
 
 
 @pytest.mark.parametrize("fault", ["", *FAULTS])
-def test_a_missing_wait_is_found(library: ctypes.CDLL, tmp_path: Path, fault: str) -> None:
+def test_a_fault_is_found(library: ctypes.CDLL, tmp_path: Path, fault: str) -> None:
     """In a process of its own, which a deadlock ends."""
-    tried = library if not fault else _build(tmp_path, FAULTS[fault])
+    tried = library if not fault else _build(tmp_path, fault)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, __file__, tried._name], env=environment, capture_output=True, timeout=120)
     assert (ended.returncode != 0) == bool(fault), ended.stderr.decode()
 
 
 if __name__ == "__main__":
+    tried = ctypes.CDLL(sys.argv[1])
     for instance in INSTANCES:
-        _run(ctypes.CDLL(sys.argv[1]), instance, seed=0)
+        _check(tried, instance, seed=0)
+    _check_magnitude(tried, 30)

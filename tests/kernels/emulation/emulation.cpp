@@ -25,7 +25,6 @@ struct Mbarrier {
 };
 struct NamedBarrier {
   int arrived = 0;
-  bool any = false, result = false;
   std::vector<Fiber*> waiting;
 };
 struct Copy {
@@ -172,17 +171,11 @@ void collective(const char* name, void* arguments, void (*all)(void**)) {
   wake(warp.waiting);
 }
 
-bool barrier(int id, int threads, bool mine) {
+void barrier(int id, int threads) {
   NamedBarrier& named = named_barriers[id];
-  named.any |= mine;
-  if (++named.arrived < threads) {
-    wait_in(named.waiting, "named barrier");
-  } else {
-    named.result = named.any;
-    named.arrived = 0, named.any = false;
-    wake(named.waiting);
-  }
-  return named.result;
+  if (++named.arrived < threads) return wait_in(named.waiting, "named barrier");
+  named.arrived = 0;
+  wake(named.waiting);
 }
 
 void mbarrier_init(uint32_t mbarrier, uint32_t arrivals) { mbarriers[mbarrier] = {arrivals, arrivals, 0, {}}; }
@@ -229,10 +222,14 @@ alignas(128) char smem[emulation::kSharedBytes];  // the kernel's `extern __shar
 #include "kernel.cuh"
 #include "merge.cuh"
 
+extern "C" int shared_bytes;  // of the last launch
+int shared_bytes;
+
 namespace sm120::mla {
 
 template <typename Kv, int RowGroups>
 int launch(const Args& args, int blocks, void*) {
+  shared_bytes = Config<Kv, RowGroups>::kSharedBytes;
   emulation::shared = smem;
   emulation::grid_size = dim3(blocks);
   for (unsigned block = 0; block < unsigned(blocks); ++block) {

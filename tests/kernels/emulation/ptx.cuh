@@ -48,7 +48,7 @@ extern std::mt19937 random;
 void collective(const char* name, void* arguments, void (*all)(void**));
 // Ends the process: the kernel did what the hardware would not define.
 [[noreturn]] void fail(const char* what);
-bool barrier(int id, int threads, bool mine);
+void barrier(int id, int threads);
 void mbarrier_init(uint32_t mbarrier, uint32_t arrivals);
 void mbarrier_arrive(uint32_t mbarrier);
 bool mbarrier_completed(uint32_t mbarrier, uint32_t parity);
@@ -115,7 +115,7 @@ inline bool __all_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mi
 inline void __syncwarp() {
   emulation::collective("syncwarp", nullptr, [](void**) {});
 }
-inline void __syncthreads() { emulation::barrier(0, emulation::block_size.x, false); }
+inline void __syncthreads() { emulation::barrier(0, emulation::block_size.x); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const uint64_t bytes = uint64_t(high) << 32 | low;
@@ -125,6 +125,16 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 }
 inline float __fdividef(float a, float b) { return a / b; }
 #define __expf expf
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
 
 namespace sm120::ptx {
 
@@ -135,11 +145,16 @@ inline void cp_async_16(uint32_t to, const void* from) { emulation::copy_async(t
 inline void cp_async_4(uint32_t to, const void* from) { emulation::copy_async(to, from, 4); }
 inline void cp_async_wait_all() { emulation::copy_async_wait_all(); }
 inline void cp_async_arrive(uint32_t mbar) { emulation::copy_async_arrive(mbar); }
-inline int load_shared(uint32_t address) {
-  int value;
-  std::memcpy(&value, emulation::at(address, 4), 4);
+template <typename T>
+T load(uint32_t address) {
+  T value;
+  std::memcpy(&value, emulation::at(address, sizeof value), sizeof value);
   return value;
 }
+inline int load_shared(uint32_t address) { return load<int>(address); }
+inline float4 load_shared_float4(uint32_t address) { return load<float4>(address); }
+inline float2 load_shared_float2(uint32_t address) { return load<float2>(address); }
+inline void store_shared(uint32_t address, uint32_t value) { std::memcpy(emulation::at(address, 4), &value, 4); }
 
 inline void mbarrier_init(uint32_t mbar, uint32_t arrivals) { emulation::mbarrier_init(mbar, arrivals); }
 inline void mbarrier_arrive(uint32_t mbar) { emulation::mbarrier_arrive(mbar); }
@@ -147,10 +162,11 @@ inline void mbarrier_wait(uint32_t mbar, uint32_t parity) { emulation::mbarrier_
 inline bool mbarrier_test(uint32_t mbar, uint32_t parity) {
   return emulation::mbarrier_completed(mbar, parity) && emulation::random() % 4 != 0;
 }
-inline void barrier_sync(int id, int threads) { emulation::barrier(id, threads, false); }
-inline bool barrier_any(int id, int threads, bool mine) { return emulation::barrier(id, threads, mine); }
+inline void barrier_sync(int id, int threads) { emulation::barrier(id, threads); }
 inline void launch_dependents() {}
 inline void wait_for_previous_launch() {}
+inline void touch(const int32_t*) {}
+inline int lane_id() { return emulation::current->lane; }
 
 template <int Matrices, bool Transposed>
 void ldmatrix(uint32_t* out, uint32_t row) {
@@ -236,6 +252,9 @@ inline float e4m3(uint32_t byte) {
   return byte & 128 ? -magnitude : magnitude;
 }
 inline uint32_t e4m3x2_to_half2(uint32_t pair) { return pack2<__half>(e4m3(pair & 0xff), e4m3(pair >> 8 & 0xff)); }
+inline void e4m3x4_to_half2(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  low = e4m3x2_to_half2(bytes), high = e4m3x2_to_half2(bytes >> 16);
+}
 inline float exp2_approx(float x) { return std::exp2(x); }
 
 }  // namespace sm120::ptx
