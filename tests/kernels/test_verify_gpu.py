@@ -219,6 +219,17 @@ def test_two_runs_are_bit_identical() -> None:
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
+def test_latents_of_any_magnitude() -> None:
+    """Latents 2**power times as large, queries as much smaller: outputs follow, bit for bit."""
+    problem, scaled = Problem(8, [9], [5000]), Problem(8, [9], [5000])
+    want, want_lse = problem.run()
+    for power in (-90, -30, 30, 90):
+        scaled.q = (problem.q.float() * 2.0**-power).bfloat16()
+        scaled.kv = (problem.kv.float() * 2.0**power).bfloat16()
+        out, lse = scaled.run()
+        assert torch.equal(out.float(), want.float() * 2.0**power) and torch.equal(lse, want_lse)
+
+
 @pytest.mark.parametrize("q_len", [1, 9, 33])
 def test_captured_graph_serves_other_lengths(q_len: int) -> None:
     """Captured with padded requests, replayed at lengths it never saw: the eager result, bit for bit."""
