@@ -33,10 +33,7 @@ constexpr int kRowShares = kLatentDim / kShareLatents;
 // Choices that timing made (docs/kernels.md); any value listed is right.
 // bf16, from 32 rows on: 1 = a score warp owns a quarter of the columns for all rows; 2 = half of the columns for half
 // of the rows: half as many partial scores to exchange, but every key is read twice.
-constexpr int kScoreRowParts = 1;
-// Row groups (1 to 6, 7 = none) from which a tile's scores are handed over between the products of the next: no waiting
-// for the last products and for their stores, but two tiles' scores in registers.
-constexpr int kLateHandOverFrom = 6;
+constexpr int kScoreRowParts = 2;
 // Fifths (0 to 3) of a tile's products before the copy of the tile kAhead on begins: early copies have longer to land,
 // late ones find the stage free.
 constexpr int kCopyFromFifths = 2;
@@ -50,13 +47,17 @@ constexpr int kAheadUpTo = 6;
 #endif
 
 // A KV element type and the type its tensor-core products are taken in. e4m3 converts to half exactly.
+// kLateHandOverFrom, timed too: the row groups (1 to 6, 7 = none) from which a tile's scores are handed over between
+// the products of the next: no waiting for the last products and for their stores, but two tiles' scores in registers.
 struct Bf16Kv {
   using Mma = __nv_bfloat16;
   static constexpr int kBytes = 2;
+  static constexpr int kLateHandOverFrom = 6;
 };
 struct Fp8Kv {
   using Mma = __half;
   static constexpr int kBytes = 1;
+  static constexpr int kLateHandOverFrom = 3;
 };
 
 template <typename Kv, int RowGroups>

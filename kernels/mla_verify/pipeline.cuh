@@ -39,8 +39,8 @@ struct Ring {
 };
 
 // A warp's arrival, made by one lane for all. Race checkers follow only threads that arrive themselves: for them every
-// lane can be made to (SM120_ALL_LANES_ARRIVE).
-#ifdef SM120_ALL_LANES_ARRIVE
+// lane can be made to (SM120_RACECHECK).
+#ifdef SM120_RACECHECK
 constexpr int kWarpArrivals = 32;
 __device__ __forceinline__ void arrive(uint32_t mbar, int) { ptx::mbarrier_arrive(mbar); }
 #else

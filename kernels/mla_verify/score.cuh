@@ -14,7 +14,7 @@ struct ScoreRole {
   static constexpr int kKeyBuffers = 3;                             // pairs: two ahead of the one multiplied
   static constexpr int kGroups = (RowGroups + Cfg::kRowParts - 1) / Cfg::kRowParts;  // row groups of a warp
   static constexpr int kChains = kGroups == 1 ? 3 : kGroups <= 3 ? 2 : 1;  // sums kept apart: few rows wait on latency
-  static constexpr bool kLateHandOver = RowGroups >= kLateHandOverFrom && RowGroups <= kAheadUpTo;
+  static constexpr bool kLateHandOver = RowGroups >= Kv::kLateHandOverFrom && RowGroups <= kAheadUpTo;
   // After which pair the last tile's scores are handed over, and the one before which a copy begins.
   static constexpr int kPublishAfter = kPairs / 6, kCopyFrom = kCopyFromFifths * kPairs / 5;
 

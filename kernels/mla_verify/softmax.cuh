@@ -41,9 +41,10 @@ struct Softmax {
 
   __device__ Softmax(const Args& args, char* shared, BarriersOf<Cfg> barriers, int warp_, int lane_)
       : a(args), smem(shared), bars(barriers), warp(warp_), lane(lane_) {
-    const uint32_t base = ptx::smem_addr(shared), at = warp * Cfg::kColumnParts * 32 + lane;
-    wide_smem = base + Cfg::kPartials + at * 16;
-    narrow_smem = base + Cfg::kPartials + Cfg::kWideBytes + at * 8;
+    const uint32_t base = ptx::smem_addr(shared);
+    const auto place = [&](int owner) { return owner * Cfg::kColumnParts * 32 + lane; };
+    wide_smem = base + Cfg::kPartials + place(min(warp, Cfg::kWhole - 1)) * 16;
+    narrow_smem = base + Cfg::kPartials + Cfg::kWideBytes + place(kSplits ? warp % (2 * Cfg::kNarrowGroups) : 0) * 8;
     probs_smem = kept(base + Cfg::kProbs + lane / 4 * Cfg::kProbStride + lane % 4 * 4);
   }
 
@@ -80,7 +81,7 @@ struct Softmax {
   }
 
   // Sums the score warps' partials of this thread's units, always in the same order. A warp that lacks a pair reads
-  // what lies there and makes no use of it: a branch would cost more.
+  // another's and makes no use of it: a branch would cost more.
   __device__ void add_partials(float (&x)[kUnits][2]) const {
     const uint32_t buffer = partials.slot * Cfg::kPartialBytes;
     constexpr int kParts = Cfg::kColumnParts;
