@@ -117,6 +117,8 @@ class World:
             self.allocator = TokenToKVPoolAllocator(self.size, **options)
         else:
             self.allocator = PagedTokenToKVPoolAllocator(self.size, self.page_size, **options)
+            # Upstream asks whether the machine has a GPU, not where this pool lies.
+            self.allocator.use_triton_kernels &= self.device != "cpu"
         self.allocator = extents.replace_allocator(self.allocator, self.rows, self.extent_tokens)
         self.tree = UnifiedRadixCache(
             CacheInitParams(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.allocator import paged
 from sglang_sm120.kvdefrag import compactor, planner
 
 from tests.kvdefrag import schedules
@@ -49,6 +51,12 @@ def test_random_schedules_compacted_after_every_step(seed, page, extent, block):
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
 POOLS = pytest.mark.parametrize(("page", "extent"), [(1, 0), (1, 16), (64, 0)])
+
+
+def test_a_pool_on_the_cpu_needs_no_gpu_on_a_machine_that_has_one(monkeypatch):
+    platform = SimpleNamespace(capabilities=SimpleNamespace(supports_triton=True))
+    monkeypatch.setattr(paged, "current_platform", platform)
+    schedules.run(new_world(64, 0, 5, seed=0), 5, compact_and_check)
 
 
 @DEVICES
