@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
         server = recording.RecordingServer(arguments.url, arguments.api_key, arguments.dump_dir)
         recorded = server.record(arguments.seconds)
         load = recording.read(recorded, arguments.copies or server.copies)
-        print(f"recorded: {recorded}, which stays; --record reads it again")
+        print(f"recorded: {recorded}, which stays; --record reads it again", file=sys.stderr)
         ranks, model = arguments.ranks or server.ranks, arguments.model or server.model
     gpu = cost.Gpu(arguments.read_gbps, arguments.tflops, arguments.weight_bytes, arguments.tile)
     redundant = arguments.redundant or [ranks * per_rank for per_rank in REDUNDANT_EXPERTS_PER_RANK]

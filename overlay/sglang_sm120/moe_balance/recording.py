@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,13 +98,13 @@ class RecordingServer:
     def record(self, seconds: float) -> Path:
         """Record for so long what the server serves anyway; the file it wrote."""
         before = set(self._dump_dir.glob(PATTERN))
-        print(f"recording for {seconds:g} s", flush=True)
+        print(f"recording for {seconds:g} s", file=sys.stderr)
         self._ask("start_expert_distribution_record")
         try:
             time.sleep(seconds)
         finally:
             self._ask("stop_expert_distribution_record")
-        print("the server writes its record", flush=True)
+        print("the server writes its record", file=sys.stderr)
         self._ask("dump_expert_distribution_record")
         written = set(self._dump_dir.glob(PATTERN)) - before
         if not written:
