@@ -40,6 +40,7 @@ def runner(context: int = 64, kv_dtype: torch.dtype = torch.bfloat16) -> SimpleN
 def server_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=Q_LEN))
     monkeypatch.setattr(backend, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    monkeypatch.setattr(backend, "prefills_with_full_heads", lambda: False)  # as on a machine without a GPU
 
 
 def verify_batch(seq_lens: list[int], **spec_info) -> SimpleNamespace:

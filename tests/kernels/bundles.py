@@ -50,6 +50,12 @@ CASES = [
     BundleCase("ragged", 8, 8, (5, 40, 1), (5, 300, 90), tree=False),
     BundleCase("many_heads", 9, 128, (3,), (150,)),
 ]
+# Every instance of the kernel: 8 to 48 rows, both KV types; several requests to a block, odd numbers of tiles.
+INSTANCES = [
+    BundleCase(f"{8 * q}_rows{'_fp8' if fp8 else ''}", 20 + q, 8, (q, q, q), (300, q, 133), fp8=fp8)
+    for q in range(1, 7)
+    for fp8 in (False, True)
+]
 
 
 def make(case: BundleCase) -> dict[str, np.ndarray]:
@@ -87,11 +93,14 @@ def make(case: BundleCase) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, cases: list[BundleCase] = CASES) -> list[Path]:
+    """The bundles' paths, in order."""
     folder.mkdir(parents=True, exist_ok=True)
-    for case in CASES:
-        save_file(make(case), str(folder / f"{case.name}.safetensors"))
-    (folder / "manifest.json").write_text(json.dumps([asdict(case) for case in CASES], indent=1) + "\n")
+    paths = [folder / f"{case.name}.safetensors" for case in cases]
+    for case, path in zip(cases, paths, strict=True):
+        save_file(make(case), str(path))
+    (folder / "manifest.json").write_text(json.dumps([asdict(case) for case in cases], indent=1) + "\n")
+    return paths
 
 
 if __name__ == "__main__":

@@ -17,25 +17,40 @@ from tools import kernels
 SOURCE = Path(__file__).with_name("bundle_check.cpp")
 
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+def _compile(library: Path, folder: Path) -> Path:
+    """The checker, linked to a kernel library."""
+    # The toolkit's library folder: pip's nvcc has it beside bin, the system's also as lib64.
+    toolkit = Path(kernels.find_nvcc()).resolve().parent.parent
+    command = [kernels.find_nvcc(), "-std=c++17", f"-I{kernels.SOURCES / 'include'}", f"-L{toolkit / 'lib'}"]
+    command += [str(SOURCE), "-o", str(folder / "bundle_check")]
+    command += [f"-L{library.parent}", f"-l:{library.name}", f"-Xlinker=-rpath,{library.parent}"]
+    subprocess.run(command, check=True)
+    return folder / "bundle_check"
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not ops.LIBRARY_PATH.exists() or shutil.which("nvcc") is None:
         pytest.skip("needs nvcc and built kernels: run `make kernels`")
-    path = tmp_path_factory.mktemp("bin") / "bundle_check"
-    folder, name = ops.LIBRARY_PATH.parent, ops.LIBRARY_PATH.name
-    # The toolkit's library folder: pip's nvcc has it beside bin, the system's also as lib64.
-    toolkit = Path(kernels.find_nvcc()).resolve().parent.parent
-    command = [kernels.find_nvcc(), "-std=c++17", f"-I{kernels.SOURCES / 'include'}", f"-L{toolkit / 'lib'}"]
-    command += [str(SOURCE), "-o", str(path), f"-L{folder}", f"-l:{name}", f"-Xlinker=-rpath,{folder}"]
-    subprocess.run(command, check=True)
-    return path
+    return _compile(ops.LIBRARY_PATH, tmp_path_factory.mktemp("bin"))
+
+
+@pytest.fixture(scope="module")
+def program_for_racecheck(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With kernels whose every lane arrives at mbarriers and waits at them: racecheck follows no others."""
+    folder = tmp_path_factory.mktemp("bin_racecheck")
+    sources = Path(shutil.copytree(kernels.SOURCES, folder / "racecheck"))
+    capability = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    archs = [arch for arch in kernels.ALL_ARCHS if arch.rstrip("a") == capability]
+    return _compile(kernels.build(archs, folder, sources, f"{kernels.FLAGS} -DSM120_RACECHECK"), folder)
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("bundles")
-    bundles.write(folder)
-    return [folder / f"{case.name}.safetensors" for case in bundles.CASES]
+    return bundles.write(tmp_path_factory.mktemp("bundles"))
 
 
 def test_cpp_reads_what_python_wrote(program: Path, files: list[Path]) -> None:
@@ -57,7 +72,21 @@ def test_a_file_that_is_no_bundle_is_named(program: Path, tmp_path: Path) -> Non
     assert result.returncode == 2 and f"error: {wrong}" in result.stderr
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@NO_GPU
 def test_kernels_are_right_from_cpp(program: Path, files: list[Path]) -> None:
     result = subprocess.run([program, "run", *files], check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@NO_GPU
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer (CUDA toolkit) on PATH")
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck", "racecheck"])
+def test_a_sanitizer_finds_nothing(
+    tool: str, files: list[Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    checker = request.getfixturevalue("program_for_racecheck" if tool == "racecheck" else "program")
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", checker, "run"]
+    command += [*files, *bundles.write(tmp_path, bundles.INSTANCES)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    print(result.stdout[-300:])
+    assert result.returncode == 0, result.stdout[:3000] + result.stderr

@@ -24,12 +24,6 @@ from tools import kernels
 
 EMULATION = Path(__file__).with_name("emulation")
 NUM_SMS = 4
-# Every instance of the kernel: 8 to 48 rows, both KV types; several requests to a block, odd numbers of tiles.
-INSTANCES = [
-    bundles.BundleCase(f"{8 * q}_rows{'_fp8' if fp8 else ''}", 20 + q, 8, (q, q, q), (300, q, 133), fp8=fp8)
-    for q in range(1, 7)
-    for fp8 in (False, True)
-]
 # Cut among all blocks: partial outputs, and their merge.
 SPLIT = bundles.BundleCase("split", 30, 8, (3,), (1000,), tree=False)
 # What goes wrong, and the text of which source is replaced by what.
@@ -191,13 +185,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return _build(tmp_path_factory.mktemp("emulated"))
 
 
-@pytest.mark.parametrize("case", [*bundles.CASES, *INSTANCES], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*bundles.CASES, *bundles.INSTANCES], ids=lambda c: c.name)
 def test_right_in_random_schedules(library: ctypes.CDLL, case: bundles.BundleCase) -> None:
     for seed in range(2):
         _check(library, case, seed)
 
 
-@pytest.mark.parametrize("case", INSTANCES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", bundles.INSTANCES, ids=lambda c: c.name)
 def test_report_has_the_shared_memory_of_each_instance(library: ctypes.CDLL, case: bundles.BundleCase) -> None:
     _launch(library, case, bundles.make(case), seed=0)
     used = ctypes.c_int.in_dll(library, "shared_bytes").value
@@ -227,6 +221,6 @@ def test_a_fault_is_found(library: ctypes.CDLL, tmp_path: Path, fault: str) -> N
 
 if __name__ == "__main__":
     tried = ctypes.CDLL(sys.argv[1])
-    for instance in INSTANCES:
+    for instance in bundles.INSTANCES:
         _check(tried, instance, seed=0)
     _check_magnitude(tried, 30)
