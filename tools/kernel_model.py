@@ -28,13 +28,13 @@ class Gpu:
     read_gbps: float
     mma_clocks: float
     fixed_us: float
-    chain: float = 470
-    chain_per_group: float = 110
+    chain: float = 340
+    chain_per_group: float = 120
 
 
-H200 = Gpu("H200", 132, 1.75, 4300, 6.2, 20)
+H200 = Gpu("H200", 132, 1.75, 4300, 6.2, 18)
 # Not measured: 400 TFLOP/s of bf16 GEMM and 2.4 GHz give 18.5 clocks an mma; 1,600 of the specified 1,792 GB/s.
-RTX_PRO_6000 = Gpu("RTX PRO 6000", 188, 2.4, 1600, 18.5, 15)
+RTX_PRO_6000 = Gpu("RTX PRO 6000", 188, 2.4, 1600, 18.5, 13)
 
 
 def _ceil_div(a: int, b: int) -> int:
