@@ -29,6 +29,8 @@ KILLED_WITHIN_S = 30
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 # OpenMP's threads spin where they wait, by default: beside another busy process a step of milliseconds takes seconds.
 SERVER_ENV = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
+# Tells it from a server on this machine's GPUs, if there are some (sglang_sm120/cpu/standin.py).
+CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1"}
 # Beside the server a shell waits for the end of its input, a pipe that this process holds: however this process ends,
 # the server's process group is killed. The kernel's parent-death signal would not do: it comes when the thread that
 # started the server ends, and misses the server's children.
@@ -144,7 +146,7 @@ def running(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | SERVER_ENV | (env or {}),
+            env=os.environ | SERVER_ENV | (CPU_ENV if "cpu" in (*defaults, *flags) else {}) | (env or {}),
         )
     _processes.add(process)
     server = Server(f"http://127.0.0.1:{port}", log, process.pid)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sglang_sm120 import client, moe_balance, ops
+from sglang_sm120.cpu import standin
 from sglang_sm120.kvdefrag import kv_map
 
 
@@ -30,7 +31,16 @@ def doctor(url: str | None, api_key: str | None = None) -> int:
     if not ops.available():
         _print_fact("exit code 1", "no GPU: only the CPU can serve")
         return 1
+    if not _has_sgl_kernel():
+        _print_fact(
+            "exit code 1", "without sgl_kernel only the CPU can serve: `make serve` installs upstream's for GPUs"
+        )
+        return 1
     return 0
+
+
+def _has_sgl_kernel() -> bool:
+    return importlib.util.find_spec(standin.NAME) is not None and not standin.is_installed()
 
 
 def _print_fact(name: str, value: str) -> None:
@@ -48,20 +58,22 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield "kernel sources", facts["kernels"]["source_hash"] if facts["kernels"] else "not built in"
     yield "kernel library", str(ops.LIBRARY_PATH) if ops.LIBRARY_PATH.exists() else "absent"
     yield "kernels for", " ".join(ops.library_targets()) or "no GPU"
-    yield "sgl_kernel", "installed" if importlib.util.find_spec("sgl_kernel") else "absent (CPU engine)"
+    yield "sgl_kernel", "installed" if _has_sgl_kernel() else "absent (CPU engine)"
     if not torch.cuda.is_available():
         yield "GPU", "none: the server runs on the CPU with the reference"
         return
-    from sglang.srt.utils import get_nvidia_driver_version_str
-
-    yield "driver", get_nvidia_driver_version_str() or "unknown (no nvidia-smi)"
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         yield f"GPU {index}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} SMs, {memory}"
+    if not _has_sgl_kernel():  # nor can what follows be imported
+        return
+    from sglang.srt.utils import get_nvidia_driver_version_str
+
     from sglang_sm120.attention import select
 
+    yield "driver", get_nvidia_driver_version_str() or "unknown (no nvidia-smi)"
     yield (
         "default for MLA",
         "sm120_mla" if select.is_auto_device() else "upstream's choice (this GPU is not sm_120 / sm_121)",

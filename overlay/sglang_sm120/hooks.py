@@ -12,7 +12,7 @@ def before_import() -> None:
     """First statement of `sglang/__init__.py`: make a machine without `sgl_kernel` a CPU engine."""
     from sglang_sm120.cpu import standin
 
-    standin.install_if_missing()
+    standin.install_if_needed()
 
 
 def reads_fp8_kv_on_cpu(attention_backends: Iterable[str]) -> bool:

@@ -69,6 +69,19 @@ def test_the_doctor_compares_the_librarys_targets_with_the_gpu(monkeypatch, tmp_
     assert said in "".join(problems) and bool(said) == bool(problems)
 
 
+def test_the_doctor_names_what_a_gpu_lacks_without_upstreams_kernels(monkeypatch, capsys):
+    gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**31))
+    monkeypatch.setattr(cli, "_problems", lambda: iter(()))
+    monkeypatch.setattr(ops, "available", lambda: True)
+    assert cli.doctor(None) == 1
+    said = capsys.readouterr().out
+    assert "NVIDIA H200, sm_90" in said and "without sgl_kernel only the CPU can serve" in said
+
+
 class Event:
     """A device event that is done when the test says so; waiting for it is an error."""
 

@@ -10,7 +10,7 @@ import pytest
 
 
 def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k != "SGLANG_USE_CPU_ENGINE"}
+    env = {k: v for k, v in os.environ.items() if k not in ("SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES")}
     return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, env=env)
 
 
@@ -19,6 +19,28 @@ def test_import_selects_the_cpu_engine():
         "import sglang; from sglang.srt.utils import is_cpu; import sglang.srt.mem_cache.memory_pool; print(is_cpu())"
     )
     assert done.stdout.split()[-1:] == ["True"], done.stderr
+
+
+# A GPU that is there unless it is hidden, as torch sees it.
+GPU = "import os, torch; torch.cuda.is_available = lambda: os.environ.get('CUDA_VISIBLE_DEVICES') != ''; "
+IMPORTS = "import sglang; from sglang.srt.utils import is_cpu, is_cuda; import sglang.srt.mem_cache.memory_pool; "
+
+
+def test_a_gpu_is_hidden_from_the_cpu_engine():
+    done = run(f"{GPU}{IMPORTS}print(is_cpu(), is_cuda())")
+    assert done.stdout.split()[-2:] == ["True", "False"], done.stderr
+
+
+@pytest.mark.parametrize(("asked", "real"), [("0", "True"), ("1", "False")])
+def test_the_cpu_engine_can_be_asked_for_beside_kernels_for_gpus(tmp_path, asked, real):
+    (tmp_path / "sgl_kernel.py").write_text("REAL = True\n")
+    (tmp_path / "sglang_kernel-0.4.10.dist-info").mkdir()
+    (tmp_path / "sglang_kernel-0.4.10.dist-info" / "METADATA").write_text("Name: sglang-kernel\nVersion: 0.4.10\n")
+    done = run(
+        f"import os, sys; sys.path.insert(0, {str(tmp_path)!r}); os.environ['SGLANG_USE_CPU_ENGINE'] = '{asked}'; "
+        "import sglang, sgl_kernel; print(sgl_kernel.REAL is True)"
+    )
+    assert done.stdout.split()[-1:] == [real], done.stderr
 
 
 def test_missing_kernel_names_itself_when_called():

@@ -17,7 +17,7 @@ from tools import kernels
 SOURCE = Path(__file__).with_name("bundle_check.cpp")
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device for tests (docs/CONTRIBUTING.md)")
 
 
 def _compile(library: Path, folder: Path) -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
-    pytest.skip("no CUDA device on this machine", allow_module_level=True)
+    pytest.skip("no CUDA device for tests (docs/CONTRIBUTING.md)", allow_module_level=True)
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402

@@ -48,7 +48,7 @@ def test_random_schedules_compacted_after_every_step(seed, page, extent, block):
     schedules.run(new_world(page, extent, block, seed), 25, compact_and_check)
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device for tests (docs/CONTRIBUTING.md)")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
 POOLS = pytest.mark.parametrize(("page", "extent"), [(1, 0), (1, 16), (64, 0)])
 

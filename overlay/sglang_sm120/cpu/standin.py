@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -17,6 +18,8 @@ from types import ModuleType
 from typing import Any
 
 NAME = "sgl_kernel"
+CUDA_BUILD = "sglang-kernel"  # the distribution that holds it for GPUs
+ENGINE = "SGLANG_USE_CPU_ENGINE"  # upstream's own switch
 
 
 class _StandIn(ModuleType):
@@ -40,7 +43,7 @@ def _missing(name: str) -> Callable[..., Any]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Comes last on `sys.meta_path`, so an installed `sgl_kernel` always wins."""
+    """Finds the stand-in and nothing else."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(fullname, self) if fullname == NAME else None
@@ -52,17 +55,29 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def install_if_missing() -> bool:
-    """Select upstream's CPU engine and provide `sgl_kernel` if it is not installed; say whether that was done.
+def install_if_needed() -> bool:
+    """Provide `sgl_kernel`, select upstream's CPU engine and hide the GPUs; say whether that was done.
 
-    Without `sgl_kernel` nothing can be served on a GPU, so its absence is the whole test; torch need not be imported.
+    It is where `sgl_kernel` is not installed, without which nothing can be served on a GPU, and where the CPU engine is
+    asked for and the one that is installed needs a GPU. torch need not be imported, and must not have looked for GPUs.
     """
-    if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
+    usable = importlib.util.find_spec(NAME) is not None and not (os.environ.get(ENGINE) == "1" and _is_for_gpus())
+    if NAME in sys.modules or usable:
         return False
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    os.environ.setdefault(ENGINE, "1")
+    # Upstream asks what the machine has, not what it is to run on, and imports kernels for it.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Upstream compiles small functions with a dynamic batch; on a CPU that recompiles for minutes and gains nothing.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    sys.meta_path.append(_Finder())
+    sys.meta_path.insert(0, _Finder())
+    return True
+
+
+def _is_for_gpus() -> bool:
+    try:
+        importlib.metadata.distribution(CUDA_BUILD)
+    except importlib.metadata.PackageNotFoundError:
+        return False
     return True
 
 
