@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tools import kernels
 from tools.kernel_model import H200, RTX_PRO_6000, predict_ms, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -17,6 +18,11 @@ def test_report_has_what_its_readers_expect() -> None:
     for row in REPORT["rows"]:
         assert {"h", "bs", "ctx", "q", "page", "kv_dtype", "layout", "ours_ms"} | PEERS <= row.keys()
         assert row["ours_ms"] > 0
+
+
+def test_the_report_is_of_these_kernels() -> None:
+    """Otherwise the kernels have changed since they last ran: `make bench` on a GPU, and commit what it writes."""
+    assert REPORT["kernel_hash"] == kernels.source_hash()
 
 
 def test_model_is_within_a_fifth_of_every_long_launch() -> None:
