@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def running(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | SERVER_ENV | (CPU_ENV if "cpu" in (*defaults, *flags) else {}) | (env or {}),
+            env=os.environ | SERVER_ENV | (CPU_ENV if _device(*defaults, *flags) == "cpu" else {}) | (env or {}),
         )
     _processes.add(process)
     server = Server(f"http://127.0.0.1:{port}", log, process.pid)
@@ -156,6 +157,11 @@ def running(
     finally:
         _stop(process)
         _processes.discard(process)
+
+
+def _device(*arguments: str) -> str:
+    """What the last --device of a server says, "" if there is none."""
+    return next((value for flag, value in reversed([*pairwise(arguments)]) if flag == "--device"), "")
 
 
 def _wait_ready(server: Server, process: subprocess.Popen, timeout_s: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import sys
@@ -31,16 +30,11 @@ def doctor(url: str | None, api_key: str | None = None) -> int:
     if not ops.available():
         _print_fact("exit code 1", "no GPU: only the CPU can serve")
         return 1
-    if not _has_sgl_kernel():
-        _print_fact(
-            "exit code 1", "without sgl_kernel only the CPU can serve: `make serve` installs upstream's for GPUs"
-        )
+    if standin.is_needed():
+        reason = "sgl_kernel is absent (`make serve` installs upstream's for GPUs) or SGLANG_USE_CPU_ENGINE=1 is set"
+        _print_fact("exit code 1", f"only the CPU can serve: {reason}")
         return 1
     return 0
-
-
-def _has_sgl_kernel() -> bool:
-    return importlib.util.find_spec(standin.NAME) is not None and not standin.is_installed()
 
 
 def _print_fact(name: str, value: str) -> None:
@@ -58,7 +52,7 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield "kernel sources", facts["kernels"]["source_hash"] if facts["kernels"] else "not built in"
     yield "kernel library", str(ops.LIBRARY_PATH) if ops.LIBRARY_PATH.exists() else "absent"
     yield "kernels for", " ".join(ops.library_targets()) or "no GPU"
-    yield "sgl_kernel", "installed" if _has_sgl_kernel() else "absent (CPU engine)"
+    yield "sgl_kernel", "absent or not asked for (CPU engine)" if standin.is_needed() else "installed"
     if not torch.cuda.is_available():
         yield "GPU", "none: the server runs on the CPU with the reference"
         return
@@ -67,7 +61,7 @@ def _facts() -> Iterator[tuple[str, str]]:
         free, total = torch.cuda.mem_get_info(index)
         memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         yield f"GPU {index}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} SMs, {memory}"
-    if not _has_sgl_kernel():  # nor can what follows be imported
+    if standin.is_needed():  # nor can what follows be imported
         return
     from sglang.srt.utils import get_nvidia_driver_version_str
 

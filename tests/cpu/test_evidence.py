@@ -10,6 +10,7 @@ import torch
 from served import metric
 from sglang_sm120 import cli, ops
 from sglang_sm120.attention import graphs, metrics, report, select
+from sglang_sm120.cpu import standin
 
 from tools import server as launcher
 from tools.pair import DRAFTER, TARGET
@@ -77,9 +78,10 @@ def test_the_doctor_names_what_a_gpu_lacks_without_upstreams_kernels(monkeypatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**31))
     monkeypatch.setattr(cli, "_problems", lambda: iter(()))
     monkeypatch.setattr(ops, "available", lambda: True)
+    monkeypatch.setattr(standin, "is_needed", lambda: True)
     assert cli.doctor(None) == 1
     said = capsys.readouterr().out
-    assert "NVIDIA H200, sm_90" in said and "without sgl_kernel only the CPU can serve" in said
+    assert "NVIDIA H200, sm_90" in said and "only the CPU can serve: sgl_kernel is absent" in said
 
 
 class Event:

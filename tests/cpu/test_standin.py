@@ -7,6 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from sglang_sm120.cpu import standin
+
+
+WITHOUT_CUDA = pytest.mark.skipif(standin.is_for_gpus(), reason="upstream's CUDA packages are here, by `make serve`")
 
 
 def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -14,6 +18,7 @@ def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, env=env)
 
 
+@WITHOUT_CUDA
 def test_import_selects_the_cpu_engine():
     done = run(
         "import sglang; from sglang.srt.utils import is_cpu; import sglang.srt.mem_cache.memory_pool; print(is_cpu())"
@@ -26,6 +31,7 @@ GPU = "import os, torch; torch.cuda.is_available = lambda: os.environ.get('CUDA_
 IMPORTS = "import sglang; from sglang.srt.utils import is_cpu, is_cuda; import sglang.srt.mem_cache.memory_pool; "
 
 
+@WITHOUT_CUDA
 def test_a_gpu_is_hidden_from_the_cpu_engine():
     done = run(f"{GPU}{IMPORTS}print(is_cpu(), is_cuda())")
     assert done.stdout.split()[-2:] == ["True", "False"], done.stderr
@@ -43,6 +49,20 @@ def test_the_cpu_engine_can_be_asked_for_beside_kernels_for_gpus(tmp_path, asked
     assert done.stdout.split()[-1:] == [real], done.stderr
 
 
+@WITHOUT_CUDA
+@pytest.mark.parametrize("engine", ["0", "1"])
+def test_without_a_kernel_there_is_no_other_engine(engine):
+    code = f"import os; os.environ['SGLANG_USE_CPU_ENGINE'] = '{engine}'; {IMPORTS}print(is_cpu(), is_cuda())"
+    assert run(code).stdout.split()[-2:] == ["True", "False"]
+
+
+def test_a_stub_of_the_users_is_left_alone():
+    done = run("import sys, types; sys.modules['sgl_kernel'] = stub = types.ModuleType('sgl_kernel'); import sglang, "
+               "sgl_kernel; print(sgl_kernel is stub)")  # fmt: skip
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
+
+
+@WITHOUT_CUDA
 def test_missing_kernel_names_itself_when_called():
     done = run("import sglang, sgl_kernel; sgl_kernel.fast_topk_v2()")
     assert done.returncode != 0

@@ -55,16 +55,25 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def is_needed() -> bool:
+    """Whether only the CPU engine can run here.
+
+    That is where `sgl_kernel` is not installed, without which nothing can be served on a GPU, and where the CPU engine
+    is asked for and the one that is installed needs a GPU.
+    """
+    if NAME in sys.modules or is_installed():
+        return is_installed()
+    return importlib.util.find_spec(NAME) is None or (os.environ.get(ENGINE) == "1" and is_for_gpus())
+
+
 def install_if_needed() -> bool:
     """Provide `sgl_kernel`, select upstream's CPU engine and hide the GPUs; say whether that was done.
 
-    It is where `sgl_kernel` is not installed, without which nothing can be served on a GPU, and where the CPU engine is
-    asked for and the one that is installed needs a GPU. torch need not be imported, and must not have looked for GPUs.
+    torch need not be imported, and must not have looked for GPUs.
     """
-    usable = importlib.util.find_spec(NAME) is not None and not (os.environ.get(ENGINE) == "1" and _is_for_gpus())
-    if NAME in sys.modules or usable:
+    if is_installed() or not is_needed():
         return False
-    os.environ.setdefault(ENGINE, "1")
+    os.environ[ENGINE] = "1"
     # Upstream asks what the machine has, not what it is to run on, and imports kernels for it.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Upstream compiles small functions with a dynamic batch; on a CPU that recompiles for minutes and gains nothing.
@@ -73,7 +82,8 @@ def install_if_needed() -> bool:
     return True
 
 
-def _is_for_gpus() -> bool:
+def is_for_gpus() -> bool:
+    """Whether the `sgl_kernel` that is installed is CUDA's build."""
     try:
         importlib.metadata.distribution(CUDA_BUILD)
     except importlib.metadata.PackageNotFoundError:
