@@ -23,8 +23,8 @@ serve-tiny: install ## [PORT=...] serve the tiny model on the CPU until interrup
 	@$(PY) -m tools.demo --serve $(if $(PORT),--port $(PORT))
 demo: install ## [KERNELS=0] serve the tiny model on the CPU, ask it something, show which backend answered
 	@$(PY) -m tools.demo
-serve: setup ## MODEL=... serve a model on this machine's GPUs
-	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --attention-backend sm120_mla --model-path $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat)) $(SERVE_FLAGS)
+serve: setup ## MODEL=... [SERVE_FLAGS="--tp 8"] serve a model on this machine's GPUs
+	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --attention-backend sm120_mla --model-path $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat SERVE_FLAGS="--tp 1 --trust-remote-code")) $(SERVE_FLAGS)
 test: install ## run the tests that this machine can run, but the slow ones
 	@$(PY) -m pytest tests $(TEST_FLAGS)
 test-all: install ## the long server tests too (DDTREE and compaction under load)
@@ -44,7 +44,7 @@ format: setup ## put the format of Python, C++ and CUDA right
 soak: install ## [SOAK_FLAGS="--minutes 3"] 20 minutes of random clients, good and bad, against the CPU server
 	@$(PY) -m tools.soak $(SOAK_FLAGS)
 bench-e2e: setup ## MODEL=... [DRAFT=...] stock against ours, served on this machine's GPUs; goes on where it was
-	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat)) --draft "$(DRAFT)" --serve-flags="$(SERVE_FLAGS)" $(E2E_FLAGS)
+	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat SERVE_FLAGS="--tp 1 --trust-remote-code")) --draft "$(DRAFT)" --serve-flags="$(SERVE_FLAGS)" $(E2E_FLAGS)
 bench: setup ## time the kernels on this machine's GPU
 	@$(PY) -m tools.kernels bench
 gpu-report: setup ## check kernels and GPU, write a report to send
@@ -52,4 +52,4 @@ gpu-report: setup ## check kernels and GPU, write a report to send
 uninstall: ## remove the patched wheel from .venv
 	@if $(PY) -m pip show --quiet sglang 2>/dev/null; then $(PY) -m pip uninstall -y sglang; else echo "nothing to uninstall: no sglang in .venv"; fi
 clean: ## empty build/ (refused while build/checkout holds work of yours)
-	@if test -e $(PY); then $(PY) -m tools.fork clean; else echo "nothing to clean: there is no .venv"; fi
+	@if test -e $(PY); then $(PY) -m tools.fork clean; else echo "build/ is left as it is: to look there for work of yours takes .venv (make setup)"; fi

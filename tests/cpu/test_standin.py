@@ -9,7 +9,6 @@ import sys
 import pytest
 from sglang_sm120.cpu import standin
 
-
 WITHOUT_CUDA = pytest.mark.skipif(standin.is_for_gpus(), reason="upstream's CUDA packages are here, by `make serve`")
 
 
