@@ -2,6 +2,7 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 PY := .venv/bin/python
 SERVE_FLAGS ?= --tp 8
+GIVEN_MODEL = $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat SERVE_FLAGS="--tp 1 --trust-remote-code"))
 .DEFAULT_GOAL := help
 .PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint format soak bench bench-e2e gpu-report uninstall clean
 
@@ -24,7 +25,7 @@ serve-tiny: install ## [PORT=...] serve the tiny model on the CPU until interrup
 demo: install ## [KERNELS=0] serve the tiny model on the CPU, ask it something, show which backend answered
 	@$(PY) -m tools.demo
 serve: setup ## MODEL=... [SERVE_FLAGS="--tp 8"] serve a model on this machine's GPUs
-	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --attention-backend sm120_mla --model-path $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat SERVE_FLAGS="--tp 1 --trust-remote-code")) $(SERVE_FLAGS)
+	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --attention-backend sm120_mla --model-path $(GIVEN_MODEL) $(SERVE_FLAGS)
 test: install ## run the tests that this machine can run, but the slow ones
 	@$(PY) -m pytest tests $(TEST_FLAGS)
 test-all: install ## the long server tests too (DDTREE and compaction under load)
@@ -44,7 +45,7 @@ format: setup ## put the format of Python, C++ and CUDA right
 soak: install ## [SOAK_FLAGS="--minutes 3"] 20 minutes of random clients, good and bad, against the CPU server
 	@$(PY) -m tools.soak $(SOAK_FLAGS)
 bench-e2e: setup ## MODEL=... [DRAFT=...] stock against ours, served on this machine's GPUs; goes on where it was
-	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat SERVE_FLAGS="--tp 1 --trust-remote-code")) --draft "$(DRAFT)" --serve-flags="$(SERVE_FLAGS)" $(E2E_FLAGS)
+	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m tools.bench_e2e --model $(GIVEN_MODEL) --draft "$(DRAFT)" --serve-flags="$(SERVE_FLAGS)" $(E2E_FLAGS)
 bench: setup ## time the kernels on this machine's GPU
 	@$(PY) -m tools.kernels bench
 gpu-report: setup ## check kernels and GPU, write a report to send
