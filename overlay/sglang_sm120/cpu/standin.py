@@ -61,8 +61,10 @@ def is_needed() -> bool:
     That is where `sgl_kernel` is not installed, without which nothing can be served on a GPU, and where the CPU engine
     is asked for and the one that is installed needs a GPU.
     """
-    if NAME in sys.modules or is_installed():
-        return is_installed()
+    if is_installed():
+        return True
+    if NAME in sys.modules:
+        return False
     return importlib.util.find_spec(NAME) is None or (os.environ.get(ENGINE) == "1" and is_for_gpus())
 
 
