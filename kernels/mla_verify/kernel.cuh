@@ -3,16 +3,16 @@
 // A block holds up to 48 query rows (new tokens x heads of one request) and walks the KV in tiles of 16 tokens. Both
 // products are taken transposed, so that query rows are the mma's n dimension (granularity 8, not 16):
 //
-//   S^T [16 tokens x rows] = K [16 x 576] . Q^T [576 x rows]      4 score warps: 144 of the 576 columns each
-//   (score.cuh) O^T [512 x rows]      += V^T [512 x 16] . P^T [16 x rows]     4 value warps: 128 of the 512 latents
-//   each (value.cuh)
+//   S^T [16 tokens x rows] = K [16 x 576] . Q^T [576 x rows]    4 score warps (score.cuh): a quarter of the columns
+//                                                               each, or half of them for half of the rows
+//   O^T [512 x rows] += V^T [512 x 16] . P^T [16 x rows]        4 value warps (value.cuh): 128 of 512 latents each
 //
-//   gmem --cp.async (score warps)--> stage [16][576], permuted --ldmatrix--> partial S^T, 4 of them
-//        --(value warps: sum, online softmax, each a quarter of them)--> probs [16][rows]
+//   gmem --cp.async (score warps)--> stage [16][576], permuted --ldmatrix--> partial S^T, 4 or 2 an element
+//        --(value warps: sum, online softmax, a quarter of the elements each)--> probs [16][rows]
 //        stage --ldmatrix.trans--> V^T,  probs --ldmatrix.trans--> P^T  --> O^T in registers
 //
-// Q^T lives in the score warps' registers, O^T in the value warps'. A latent row is copied to shared memory once and
-// each of its elements is read once for the scores and once for the values, whatever the number of heads.
+// Q^T lives in the score warps' registers, O^T in the value warps'. A latent row is copied to shared memory once, and
+// read there as key and as value, whatever the number of heads.
 //
 // A scheduler holds one warp of each role. What a warp waits for, it asks for some products before it needs it: the
 // roles meet at mbarriers (pipeline.cuh), the value warps among themselves at a named barrier for the probabilities.

@@ -32,11 +32,7 @@ __device__ Plan find_plan(const Args& a, int b) {
   }
   const int lane = threadIdx.x % 32;
   const int own = lane < a.p.batch ? ceil_div(kv_len(a, lane), kTileTokens) : 0;
-  int upto = own;
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, upto, step);
-    if (lane >= step) upto += other;
-  }
+  const int upto = sum_up_to_lane(own);
   return {tiles_per_split(__shfl_sync(~0u, upto, 31), a.part.splits), __shfl_sync(~0u, upto - own, b)};
 }
 

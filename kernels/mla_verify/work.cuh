@@ -15,6 +15,16 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 // A value that is the same in the whole warp, told to the compiler: branches on it need no reconvergence.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
+// Sum of `own` over this lane and those below it.
+__device__ __forceinline__ int sum_up_to_lane(int own) {
+  int sum = own;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, step);
+    if (threadIdx.x % 32 >= step) sum += other;
+  }
+  return sum;
+}
+
 __device__ __forceinline__ int kv_len(const Args& a, int b) { return a.p.kv_lens[int64_t(b) * a.p.kv_lens_stride]; }
 
 // First query token of request b in q, and how many it has.
@@ -47,7 +57,7 @@ struct Segment {
   __device__ bool whole() const { return tile_begin == 0 && tile_end == tiles; }
 };
 
-// The block's segments in order. Every thread walks them by itself.
+// The block's segments in order. Who reads, multiplies or adds up tiles walks them at its own pace.
 struct Work {
   int row_tile;
   int left;  // tiles from the current segment's first on
@@ -76,11 +86,7 @@ __device__ int find_request(const Args& a, int wanted, int& first, Size size) {
   for (int base = 0; base < a.p.batch && (found < 0 || writes_plan); base += 32) {
     const int b = base + lane;
     const int own = b < a.p.batch ? size(b) : 0;
-    int upto = own;
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, upto, step);
-      if (lane >= step) upto += other;
-    }
+    const int upto = sum_up_to_lane(own);
     const int start = before + upto - own;
     if (writes_plan && b < a.p.batch) a.ws.plan[1 + b] = start;
     const unsigned holders = __ballot_sync(~0u, start <= wanted && wanted < start + own);
