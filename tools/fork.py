@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
+    sys.stdout.flush()  # in a pipe, what the message refers to would else come after it
     print(f"error: {message}", file=sys.stderr)
     return 1
 

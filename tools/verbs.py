@@ -208,7 +208,7 @@ def check(project: Project) -> None:
     for problem in found:
         print(f"problem: {problem}")
     if found:
-        raise ForkError(f"{len(found)} problems in the series: see above")
+        raise ForkError(f"{len(found)} problem{'s' * (len(found) > 1)} in the series: see above")
     say(f"check: {len(files)} patches on sglang {lock.version} are exact, anchored and exported")
     try:
         checkout.require_untouched()

@@ -35,6 +35,7 @@ MUTANTS = [
     ("fetch.py", "if offered := re.search", "if offered := None and re.search", "unknown_version"),
     ("fork.py", "except OSError as error:", "except ZeroDivisionError as error:", "full_disk or fill_disk"),
     ("fork.py", "if is_full_disk(stderr):", "if False:", "full_disk"),
+    ("fork.py", "    sys.stdout.flush()", "    pass", "in_a_pipe"),
     ("fork.py", "except KeyboardInterrupt:", "except ZeroDivisionError:", "sigint"),
     ("git.py", '"diff.noprefix": "false",', "", "users_git_configuration"),
     ("git.py", '(info / "attributes").write_text', "len", "keeps_every_byte"),

@@ -1,5 +1,6 @@
 """Apply, export and check at the pinned release."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,10 @@ def test_check_refuses_a_stale_index_and_a_contradicting_requirement(hooked: Toy
     assert "README.md is stale" in result.stdout
     assert "torch==2.0.0" in result.stdout and "torchvision" not in result.stdout
     assert "2 problems" in result.stderr
+
+
+def test_in_a_pipe_the_problems_stand_above_the_line_that_counts_them(hooked: Toy) -> None:
+    (hooked.root / "patches" / "README.md").write_text("old\n")
+    *_, problem, last = hooked.fork("check", stderr=subprocess.STDOUT).stdout.splitlines()
+    assert "problem: patches/README.md is stale" in problem
+    assert last == "error: 1 problem in the series: see above"

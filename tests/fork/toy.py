@@ -103,18 +103,22 @@ class Toy:
                     wheel.writestr(name, text)
 
     def environment(self) -> dict[str, str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "GIT_"))}
+        ours = ("PIP_", "GIT_", "PYTHONUNBUFFERED")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index), "PIP_CONFIG_FILE": os.devnull}
         return {**clean, **pip, "PYTHONPATH": str(TOOLS_ROOT)}
 
-    def fork(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def fork(
+        self, *arguments: str, stderr: int = subprocess.PIPE, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run `python -m tools.fork` as a user would."""
         command = [sys.executable, "-m", "tools.fork", "--project", str(self.root), *arguments]
         return subprocess.run(
             command,
             cwd=TOOLS_ROOT,
             env={**self.environment(), **environment},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             check=False,
         )
