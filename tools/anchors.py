@@ -31,7 +31,9 @@ def scopes(source: bytes, path: str) -> list[tuple[int, int, str]]:
     try:
         module = ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        raise ForkError(f"{path} is not valid Python after the patch ({error}): correct the patch") from None
+        line, what = getattr(error, "lineno", None), getattr(error, "msg", error)
+        place = f"{path}:{line}" if line else path  # a null byte has no line
+        raise ForkError(f"{place} is not valid Python after the patch ({what}): correct the patch") from None
     found: list[tuple[int, int, str]] = []
     seen: Counter[str] = Counter()
 

@@ -126,7 +126,11 @@ def describe_series(repo: Repo, base: str, texts: Mapping[str, bytes], tip: str)
 
 
 def describe(repo: Repo, commit: str, slug: str) -> Patch:
-    """What one commit of the series is."""
+    """What one commit of the series is.
+
+    Raises:
+        ForkError: it leaves a file that is not Python any more.
+    """
     subject, _, body = repo.git.log("-1", "--format=%B", commit).partition("\n")
     trailers: dict[str, list[str]] = {}
     for line in repo.git.log("-1", "--format=%(trailers:only,unfold)", commit).splitlines():
@@ -134,6 +138,10 @@ def describe(repo: Repo, commit: str, slug: str) -> Patch:
         trailers.setdefault(key, []).append(value.strip())
     paragraph = body.strip().split("\n\n")[0].replace("\n", " ")
     diff = PatchSet(repo.git.diff_tree("-p", "-U1", "--full-index", "--no-renames", "--no-commit-id", commit))
+    try:
+        anchors = tuple(anchors_of(repo, commit))
+    except ForkError as error:
+        raise ForkError(f"patch {slug}: {error}") from None
     lines = [line for file in diff for hunk in file for line in hunk]
     return Patch(
         slug=slug,
@@ -141,7 +149,7 @@ def describe(repo: Repo, commit: str, slug: str) -> Patch:
         subject=subject,
         why="" if any(paragraph.startswith(f"{key}:") for key in _TRAILERS) else paragraph,
         trailers=trailers,
-        anchors=tuple(anchors_of(repo, commit)),
+        anchors=anchors,
         added=sum(line.is_added for line in lines),
         quoted=sum(line.is_context or line.is_removed for line in lines),
         binary=tuple(file.path for file in diff if file.is_binary_file),

@@ -65,7 +65,7 @@ def test_decorators_belong_to_their_function() -> None:
     assert [_innermost(ranges, line) for line in range(1, 7)] == ["f", "f", "f", "f", MODULE, MODULE]
 
 
-@pytest.mark.parametrize("source", [b"def f(:\n", b"\0"])
-def test_source_that_does_not_parse_is_an_error_that_names_the_file(source: bytes) -> None:
-    with pytest.raises(ForkError, match=r"x\.py is not valid Python"):
+@pytest.mark.parametrize(("source", "place"), [(b"\ndef f(:\n", r"x\.py:2"), (b"\0", r"x\.py")])
+def test_source_that_does_not_parse_is_an_error_that_names_the_place(source: bytes, place: str) -> None:
+    with pytest.raises(ForkError, match=f"^{place} is not valid Python"):
         scopes(source, "x.py")

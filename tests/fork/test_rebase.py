@@ -165,7 +165,7 @@ def test_merge_that_is_no_python_any_more_stops(toy: Toy) -> None:
     toy.commit("sglang/names.py", "C = 3", "guard()\nC = 3", "Guard", "sglang/names.py::<module>")
     toy.ok("export")
     toy.release("1.1", {"sglang/names.py": "X = dict(\nA = 1,\nB = 2,\nC = 3,\nD = 4,\n)\n"})
-    assert "Guard: broken: sglang/names.py is not valid Python after the patch" in toy.error("rebase", "1.1")
+    assert "Guard: broken: sglang/names.py:4 is not valid Python after the patch" in toy.error("rebase", "1.1")
     assert "broken" in toy.error("rebase", "--continue")
     (toy.rebase / "sglang" / "names.py").write_text("guard()\nX = dict(\nA = 1,\nB = 2,\nC = 3,\nD = 4,\n)\n")
     toy.ok("rebase", "--continue")

@@ -84,6 +84,12 @@ def test_export_refuses_a_wrong_anchor_and_writes_nothing(toy: Toy) -> None:
     assert {**after, "head": ""} == {**before, "head": ""}
 
 
+def test_a_patch_that_leaves_no_python_is_named_with_file_line_and_reason(toy: Toy) -> None:
+    toy.commit("sglang/server.py", "    return", "    if port\n    return", "Half", "sglang/server.py::serve")
+    said = "patch Half: sglang/server.py:3 is not valid Python after the patch (expected ':')"
+    assert said in toy.error("export")
+
+
 def test_crlf_file_is_patched_and_keeps_its_line_ends(toy: Toy) -> None:
     toy.commit(
         "sglang/windows.py", "    return", "    note(base)\r\n    return", "Note path", "sglang/windows.py::path"
