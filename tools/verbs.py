@@ -25,6 +25,7 @@ from tools.series import (
     index_text,
     patch_files,
     problems,
+    slug_of,
     write_series,
 )
 
@@ -150,8 +151,10 @@ def export(project: Project) -> None:
     write_series(project, texts, index_text(lock.version, patches))
     write_lock(project.lock, replace(lock, series_tree=checkout.tree(tip), patch_count=len(texts)))
     checkout.switch(tip)
-    changed = [name for name in sorted({*before, *texts}) if before.get(name) != texts.get(name)]
-    say(f"export: {len(texts)} patches; changed: {', '.join(changed) or 'none'}")
+    changed = [name for name, text in texts.items() if text not in before.values()]  # a new number is no change
+    dropped = sorted({slug_of(Path(name)) for name in before} - {patch.slug for patch in patches})
+    told = f"; dropped: {', '.join(dropped)}" if dropped else ""
+    say(f"export: {len(texts)} patches; changed: {', '.join(changed) or 'none'}{told}")
 
 
 def canonical_series(

@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MUTANTS = [
     ("anchors.py", "return inside[-1] if inside else MODULE", "return MODULE", "statements_map"),
     ("anchors.py", 'name = f"{name}#{seen[name]}"', "pass", "stay_apart"),
+    ("anchors.py", 'f"{path}:{line}" if line else path', "path", "leaves_no_python or names_the_place"),
     ("anchors.py", "*(decorator.lineno for decorator in child.decorator_list)", "", "decorators_belong"),
     ("checkout.py", "if files := self.changed_files():", "if files := []:", "dirty_checkout"),
     ("checkout.py", "if self.head != self.applied:", "if False:", "diverged_checkout or dropped_in_the_checkout"),
@@ -116,6 +117,7 @@ MUTANTS = [
         "        pass\n    except ForkError as work",
         "what_is_not_exported",
     ),
+    ("verbs.py", "if text not in before.values()", "", "what_was_dropped"),
     ("verbs.py", "if project.rebase_state.exists():", "if False:", "wait_for_the_rebase"),
     ("verbs.py", "if saved := checkout.saved():", "if saved := []:", "discard_keeps"),
     ("wheel.py", 'os.environ["SOURCE_DATE_EPOCH"] = str(_TIME_UNIX_S)', "pass", "two_builds"),

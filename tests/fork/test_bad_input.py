@@ -159,7 +159,7 @@ def test_diverged_checkout(hooked: Toy, verb: tuple[str, ...]) -> None:
 def test_patch_dropped_in_the_checkout(hooked: Toy) -> None:
     hooked.git("reset", "--quiet", "--hard", "HEAD~1")
     assert "a patch was dropped there" in hooked.error("apply")
-    hooked.ok("export")
+    assert "export: 0 patches; changed: none; dropped: Hook-run" in hooked.ok("export")
     assert hooked.patches() == {} and hooked.lock["series"]["patches"] == 0
 
 

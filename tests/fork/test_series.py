@@ -29,6 +29,14 @@ def test_export_after_apply_is_the_identity(hooked: Toy) -> None:
     hooked.ok("check")
 
 
+def test_export_says_what_changed_and_what_was_dropped(hooked: Toy) -> None:
+    hooked.commit("sglang/server.py", "    check(port)", "    check(0)", "Zero", "sglang/server.py::serve")
+    assert "2 patches; changed: 0002-Zero.patch\n" in hooked.ok("export")
+    hooked.git("rebase", "--quiet", "--onto", "HEAD~2", "HEAD~1")
+    assert "1 patches; changed: none; dropped: Hook-run\n" in hooked.ok("export")
+    assert list(hooked.patches()) == ["0001-Zero.patch"]
+
+
 def test_apply_is_reproducible_from_patches_alone(hooked: Toy, tmp_path_factory: pytest.TempPathFactory) -> None:
     before = hooked.state()
     (hooked.root / "build").rename(tmp_path_factory.mktemp("gone") / "build")
