@@ -90,10 +90,11 @@ def _rebase(project: Project, options: argparse.Namespace) -> None:
     elif options.version:
         rebase.start(project, options.version, options.accept, options.drop)
     else:
+        verbs.refuse_during_rebase(project)
         pinned = read_lock(project.lock).version
         others = [version for version in releases(running_python_tag()) if version != pinned]
         raise ForkError(
-            f"rebase needs a release, `make rebase TO=VERSION` (or --continue, --abort): the package index offers, "
+            "rebase needs a release, `make rebase TO=VERSION`: the package index offers, "
             f"besides the pinned {pinned}, {', '.join(others[:5]) or 'none'}"
         )
 

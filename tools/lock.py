@@ -9,7 +9,7 @@ from pathlib import Path
 import tomli_w
 from packaging.utils import parse_wheel_filename
 
-from tools.errors import ForkError
+from tools.errors import FORK, ForkError
 from tools.project import write_atomic
 
 _HEADER = "# Written by `python -m tools.fork`; change it with its verbs (pin, export, rebase, bump), not by hand.\n"
@@ -115,7 +115,7 @@ def read_lock(path: Path) -> Lock:
     try:
         return Lock.from_dict(tomllib.loads(path.read_text()))
     except FileNotFoundError:
-        raise ForkError(f"{path.name} is missing: {restore}, or start one with `pin VERSION`") from None
+        raise ForkError(f"{path.name} is missing: {restore}, or start one with `{FORK} pin VERSION`") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ForkError(f"{path.name} is damaged ({error}): {restore}") from None
 

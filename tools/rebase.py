@@ -25,7 +25,15 @@ from tools.git import IDENTITY, open_repo
 from tools.lock import Lock, read_lock, write_lock
 from tools.project import Project, running_python_tag, write_atomic
 from tools.series import Patch, describe, describe_series, index_text, patch_files, slug_of, write_series
-from tools.verbs import applied_exactly, apply, canonical_series, import_pinned, pin_release, requirement_problems
+from tools.verbs import (
+    applied_exactly,
+    apply,
+    canonical_series,
+    import_pinned,
+    pin_release,
+    refuse_during_rebase,
+    requirement_problems,
+)
 
 CLEAN = "clean"
 MOVED = "moved"
@@ -115,8 +123,7 @@ def start(project: Project, version: str, accept: Sequence[str], drop: Sequence[
     Raises:
         ForkError: at the first patch that needs a human, or when there is no such release.
     """
-    if project.rebase_state.exists():
-        raise ForkError(f"a rebase is in progress: go on with {_COMMAND}` or give it up with `--abort`")
+    refuse_during_rebase(project)
     old = read_lock(project.lock)
     if Version(version) == Version(old.version):
         raise ForkError(f"the series is on sglang {old.version} already")

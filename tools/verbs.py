@@ -236,7 +236,7 @@ def status(project: Project) -> None:
     state = "as applied" if checkout.head == checkout.applied else f"own commits: {len(checkout.own_commits())}"
     print(f"checkout      {state}, uncommitted files: {len(checkout.changed_files())}")
     if project.rebase_state.exists():
-        print(f"rebase        in progress: `{FORK} rebase --continue` or `--abort`")
+        print(f"rebase        in progress: `{FORK} rebase --continue` or `{FORK} rebase --abort`")
 
 
 def bump(project: Project) -> None:

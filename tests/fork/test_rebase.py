@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from toy import ENGINE, FILES, HOOK, Toy
+from toy import ENGINE, FILES, FORK, HOOK, Toy
 
 RUN = "    def run(self, batch):\n        size = len(batch)\n        return size\n"
 SERVER = FILES["sglang/server.py"]
@@ -259,11 +259,14 @@ def test_commit_made_while_resolving_becomes_the_patch(hooked: Toy) -> None:
     assert list(hooked.patches()) == ["0001-Hook-run.patch"]
 
 
-@pytest.mark.parametrize("verb", ["apply", "export", "clean", "rebase 1.1"])
+@pytest.mark.parametrize("verb", ["apply", "export", "clean", "rebase 1.1", "rebase"])
 def test_other_verbs_wait_for_the_rebase(hooked: Toy, verb: str) -> None:
     hooked.release("1.1", {"sglang/engine.py": None})
     hooked.error("rebase", "1.1")
-    assert "a rebase is in progress" in hooked.error(*verb.split())
+    message = hooked.error(*verb.split())
+    assert "a rebase is in progress" in message
+    assert f"`{FORK} rebase --continue`" in message and f"`{FORK} rebase --abort`" in message
+    assert f"`{FORK} rebase --abort`" in hooked.ok("status")
 
 
 def test_checkout_changed_during_the_rebase(hooked: Toy) -> None:

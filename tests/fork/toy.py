@@ -1,6 +1,8 @@
 """A toy upstream: small wheels in a folder that pip uses as its index, and the real command line driven on them."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,11 @@ TOOLS_ROOT = Path(os.environ.get("FORK_TOOLS", Path(__file__).parents[2]))
 sys.path.insert(0, str(TOOLS_ROOT))
 
 from wheel.wheelfile import WheelFile  # noqa: E402
+
+from tools import fork  # noqa: E402
+from tools.errors import FORK  # noqa: E402
+
+TARGETS = set(re.findall(r"^([a-z0-9-]+):", (Path(__file__).parents[2] / "Makefile").read_text(), re.MULTILINE))
 
 ENGINE = '''\
 """Toy engine."""
@@ -127,6 +134,7 @@ class Toy:
         """Run a verb that must succeed; its output."""
         result = self.fork(*arguments, **environment)
         assert result.returncode == 0, result.stdout + result.stderr
+        assert_typable(result.stdout)
         return result.stdout
 
     def error(self, *arguments: str, **environment: str) -> str:
@@ -135,6 +143,7 @@ class Toy:
         assert result.returncode == 1, result.stdout + result.stderr
         lines = result.stderr.splitlines()
         assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+        assert_typable(lines[0])
         return lines[0]
 
     def git(self, *arguments: str, at: Path | None = None) -> str:
@@ -190,6 +199,18 @@ class Toy:
             "branch": self.git("symbolic-ref", "HEAD"),
             "status": self.git("status", "--porcelain"),
         }
+
+
+def assert_typable(said: str) -> None:
+    """Every command that a message prints can be typed at the root: the verb and its options exist, or the target."""
+    for command in (part for quoted in re.findall("`([^`]+)`", said) for part in quoted.split(" && ")):
+        words = shlex.split(command.replace("VERSION", "1.0"))
+        if command.startswith(FORK):
+            fork._parser().parse_args(words[len(FORK.split()) :])
+        elif words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= TARGETS, command
+        else:
+            assert words[0] in ("cp", "git", "pip", "rm", ".venv/bin/pip"), command
 
 
 def copy(toy: Toy, folder: Path) -> Toy:
