@@ -2,7 +2,7 @@
 
 References of ours live under refs/fork/: `upstream/VERSION` (imported tree, a root commit), `applied` (the tip we last
 wrote; what the user has beyond it is the user's), `pending` (the tip we are moving to), `series/VERSION` (the series
-before a rebase left that release) and `saved/N` (what we moved away from, kept for the user).
+where a rebase left or reached that release) and `saved/N` (what we moved away from, kept for the user).
 """
 
 import contextlib
@@ -165,9 +165,16 @@ class Checkout:
             self.repo.git.add("--all")
             return self.repo.git.commit_tree("-p", "HEAD", "-m", message, self.repo.git.write_tree())
 
-    def saved(self) -> list[str]:
-        """References to what was saved."""
-        return self.repo.git.for_each_ref("--format=%(refname)", "refs/fork/saved").split()
+    def kept(self, kind: str) -> list[str]:
+        """References to what was kept as `saved` or as `series`."""
+        return self.repo.git.for_each_ref("--format=%(refname)", f"refs/fork/{kind}").split()
+
+    def keep_series(self, version: str, tip: str) -> None:
+        """Make refs/fork/series/VERSION `tip`; another series that it was stays as refs/fork/saved/N."""
+        reference = f"refs/fork/series/{version}"
+        if (before := resolve(self.repo, reference)) not in (None, tip):
+            keep(self.repo, before, f"an earlier series of {version}")
+        self.repo.git.update_ref(reference, tip)
 
     def discard(self) -> None:
         """Save what is the user's, then make the working tree clean."""

@@ -1,9 +1,10 @@
 """Git through GitPython, with nothing of the user's or the machine's configuration in it."""
 
+import hashlib
 import os
 from pathlib import Path
 
-from git import Actor, Git, GitCommandError, Repo
+from git import Actor, Git, GitCommandError, InvalidGitRepositoryError, Repo
 
 from tools.errors import ForkError
 
@@ -117,6 +118,20 @@ def file_at(repo: Repo, commit: str, path: str) -> bytes | None:
     if resolve(repo, f"{commit}:{path}") is None:
         return None
     return repo.git.cat_file("blob", f"{commit}:{path}", stdout_as_string=False, strip_newline_in_stdout=False)
+
+
+def blob_id(data: bytes) -> str:
+    """The id that git gives to a file with this content."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def committed_blobs(root: Path, path: str) -> set[str]:
+    """Ids of all that commits of the repository at `root` have below `path`; none where there is no repository."""
+    try:
+        repo = open_repo(root)
+    except InvalidGitRepositoryError:
+        return set()
+    return {line.split()[0] for line in repo.git.rev_list("--objects", "--all", "--", path).splitlines()}
 
 
 def _shed_environment() -> None:

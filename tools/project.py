@@ -27,6 +27,10 @@ class Project:
         """Pin, trees and revision."""
         return self.root / "upstream.lock"
 
+    def lock_left_at(self, version: str) -> Path:
+        """upstream.lock as it was when a rebase left `version`."""
+        return self.build / f"upstream-{version}.lock"
+
     @property
     def patches(self) -> Path:
         """The exported series."""

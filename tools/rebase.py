@@ -334,16 +334,17 @@ def _finish(project: Project, checkout: Checkout, state: State) -> None:
             f"`{FORK} rebase --abort` and report this"
         )
     new = replace(new, series_tree=checkout.tree(tip), patch_count=len(texts))
-    range_diff = checkout.repo.git.range_diff(
-        "--no-color", f"{state.old_base}..{state.old_tip}", f"{state.new_base}..{tip}"
-    )
+    ranges = f"{state.old_base}..{state.old_tip}", f"{state.new_base}..{tip}"
+    range_diff = checkout.repo.git.range_diff("--no-color", *ranges) if texts else ""
     state.finishing = True
     state.save(project.rebase_state)
+    checkout.keep_series(old.version, state.old_tip)
+    checkout.keep_series(new.version, tip)
+    write_lock(project.lock_left_at(old.version), old)
     report = project.upgrades / f"{state.title}.md"
     write_atomic(report, _report(old, new, state.results, dropped, range_diff).encode())
     write_series(project, texts, index_text(new.version, patches))
     write_lock(project.lock, new)
-    checkout.repo.git.update_ref(f"refs/fork/series/{old.version}", state.old_tip)
     checkout.switch(tip)
     _close(project, checkout)
     say(f"sglang {new.version}: {len(texts)} patches, {len(dropped)} dropped; report in {project.show(report)}")
@@ -352,8 +353,23 @@ def _finish(project: Project, checkout: Checkout, state: State) -> None:
         say(f"problem: {problem}")
     say(
         f"next: {'correct these pins, then ' if pins else ''}`make install && make test-all`, then commit {_WRITTEN}; "
-        f"to go back: `git stash -u -- {_WRITTEN} && make apply-patches`"
+        f"to go back: {_way_back(project, old.version, report)}"
     )
+
+
+def _way_back(project: Project, version: str, report: Path) -> str:
+    """The command that restores lock and series as the rebase found them, committed or not.
+
+    Applying comes first: it refuses where what has been done since would be lost.
+    """
+    commands = (
+        "make apply-patches",
+        f"cp {project.show(project.lock_left_at(version))} {project.show(project.lock)}",
+        f"git -C {project.show(project.checkout)} reset --quiet --hard refs/fork/series/{version}",
+        "make export-patches",
+        f"rm {project.show(report)}",
+    )
+    return f"`{' && '.join(commands)}`"
 
 
 def _report(old: Lock, new: Lock, results: Sequence[tuple[str, str]], dropped: Sequence[str], range_diff: str) -> str:

@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 from tools.checkout import Checkout
 from tools.errors import FORK, ForkError, say
 from tools.fetch import fetch, fetch_release
+from tools.git import blob_id, committed_blobs
 from tools.lock import Lock, read_lock, write_lock
 from tools.project import PYTHON_TAGS, Project, running_python_tag
 from tools.series import (
@@ -253,13 +254,30 @@ def clean(project: Project, *, force: bool) -> None:
         refuse_during_rebase(project)
         checkout = Checkout.open(project)
         checkout.require_untouched()
-        if saved := checkout.saved():
-            raise ForkError(f"build/checkout keeps work of yours ({saved[0]}): `{FORK} clean --force` loses it")
+        if kept := [*checkout.kept("saved"), *_uncommitted_series(project, checkout)]:
+            folder = kept[0].removeprefix("refs/fork/")
+            raise ForkError(
+                f"build/checkout keeps work that is nowhere else ({', '.join(kept)}): write each to a folder with "
+                f"`git -C build/checkout format-patch -o ../../kept/{folder} {kept[0]} --not --glob=refs/fork/upstream`; "
+                f"`{FORK} clean --force` then, or to lose it"
+            )
     for path in project.build.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         elif path != project.held:
             path.unlink()
+
+
+def _uncommitted_series(project: Project, checkout: Checkout) -> list[str]:
+    """References to series of rebases with a patch that is neither in patches/ nor in a commit of this repository."""
+    known = committed_blobs(project.root, "patches") | {blob_id(p.read_bytes()) for p in patch_files(project)}
+    found = []
+    for reference in checkout.kept("series"):
+        base = f"refs/fork/upstream/{reference.rpartition('/')[2]}"
+        texts = format_series(project, checkout.repo, base, reference).values()
+        if not known.issuperset(map(blob_id, texts)):
+            found.append(reference)
+    return found
 
 
 def refuse_during_rebase(project: Project) -> None:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toy import TOOLS_ROOT, Toy, copy
+from toy import FILES, FORK, TOOLS_ROOT, Toy, copy
 
 
 def forget_cache(toy: Toy) -> None:
@@ -200,12 +201,44 @@ def test_discard_keeps_commits_and_uncommitted_work(hooked: Toy) -> None:
     assert hooked.state() == before
     assert any("check(0)" in text for text in saved_text(hooked, "sglang/server.py"))
     assert "edited" in saved_text(hooked, "sglang/server.py")
-    assert "work of yours" in hooked.error("clean")
+    refused = hooked.error("clean")
+    assert "work that is nowhere else (refs/fork/saved/1, refs/fork/saved/2)" in refused
+    written = "".join(path.read_text() for path in written_out(hooked, refused))
+    assert "+edited" in written and "+untracked" in written and "Subject: [PATCH 2/3] Mine" in written
     assert "untracked" in [
         hooked.git("show", f"{reference}:mine.py")
         for reference in hooked.git("for-each-ref", "--format=%(refname)", "refs/fork/saved").split()
         if hooked.git("ls-tree", "--name-only", reference, "mine.py")
     ]
+
+
+def written_out(toy: Toy, refused: str) -> list[Path]:
+    """Patches that the command gives which a refused `clean` prints."""
+    (command,) = re.findall("`(git -C build/checkout format-patch [^`]*)`", refused)
+    toy.git(*command.split()[1:], at=toy.root)
+    return sorted((toy.root / "kept").rglob("*.patch"))
+
+
+def test_clean_keeps_a_series_that_was_never_committed(hooked: Toy) -> None:
+    (path,) = (hooked.root / "patches").glob("*.patch")
+    before = path.read_bytes()
+    hooked.release("1.1", {"sglang/engine.py": "# moved\n" + FILES["sglang/engine.py"]})
+    hooked.ok("rebase", "1.1")
+    assert path.read_bytes() != before
+    refused = hooked.error("clean")
+    assert "nowhere else (refs/fork/series/1.0)" in refused and f"`{FORK} clean --force`" in refused
+    (written,) = written_out(hooked, refused)
+    assert [line for line in written.read_bytes().splitlines() if line.startswith(b"+")] == [
+        line for line in before.splitlines() if line.startswith(b"+")
+    ]
+    hooked.git("init", "--quiet", at=hooked.root)
+    after = path.read_bytes()
+    for text in (before, after):  # of an old commit, too, git has it
+        path.write_bytes(text)
+        hooked.git("add", "patches", at=hooked.root)
+        hooked.git("commit", "--quiet", "-m", "Patches", at=hooked.root)
+    hooked.ok("clean")
+    assert not hooked.checkout.exists()
 
 
 def test_another_command_is_running(toy: Toy) -> None:

@@ -1,6 +1,8 @@
 """The series carried to another release: every way a patch can fare."""
 
 import json
+import re
+import subprocess
 
 import pytest
 from toy import ENGINE, FILES, FORK, HOOK, Toy
@@ -310,23 +312,47 @@ def test_release_is_looked_up_before_anything_is_applied(hooked: Toy) -> None:
     assert result.returncode == 1 and "apply:" not in result.stdout
 
 
-def test_rebase_says_how_to_go_back_and_that_works(hooked: Toy) -> None:
+def go_back(toy: Toy, said: str) -> None:
+    """Type what a rebase prints to go back."""
+    *_, command = re.findall("`([^`]*)`", said)
+    for part in command.split(" && "):
+        if part.startswith("make "):
+            toy.ok({"make apply-patches": "apply", "make export-patches": "export"}[part])
+        else:
+            subprocess.run(part.split(), cwd=toy.root, check=True)
+
+
+def test_rebase_says_how_to_go_back_and_that_loses_nothing(hooked: Toy) -> None:
+    """The patches are in no commit, nor is the note beside the report, nor the lock's revision."""
     upgrades = hooked.root / "docs" / "upgrades"
     upgrades.mkdir(parents=True)
     (upgrades / "README.md").write_text("Upgrades\n")
-    (hooked.root / ".gitignore").write_text("/build/\n")
-    for arguments in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "-m", "Before"]):
-        hooked.git(*arguments, at=hooked.root)
+    hooked.ok("bump")
     before = hooked.state()
     hooked.release("1.1", {"sglang/engine.py": ENGINE.replace("class Engine", "class Runner")})
     last = hooked.ok("rebase", "1.1", "--accept", "Hook-run").splitlines()[-1]
     assert "next: `make install && make test-all`, then commit upstream.lock patches docs/upgrades;" in last
-    command = last.rpartition("`git ")[2].removesuffix("`")
-    stash, make = command.split(" && ")
-    hooked.git(*stash.split(), at=hooked.root)
-    assert make == "make apply-patches"
-    hooked.ok("apply")
+    after = hooked.git("rev-parse", "HEAD")
+    go_back(hooked, last)
     assert hooked.state() == before and list(upgrades.iterdir()) == [upgrades / "README.md"]
+    assert hooked.git("rev-parse", "refs/fork/series/1.1") == after
+
+
+def test_going_back_refuses_while_the_checkout_holds_work(hooked: Toy) -> None:
+    hooked.release("1.1")
+    last = hooked.ok("rebase", "1.1").splitlines()[-1]
+    guard_port(hooked)
+    with pytest.raises(AssertionError, match="Guard port"):
+        go_back(hooked, last)
+
+
+def test_a_series_that_another_rebase_left_stays(hooked: Toy) -> None:
+    """There, back without a patch: the series that had it is not overwritten."""
+    first = hooked.git("rev-parse", "HEAD")
+    hooked.release("1.1")
+    hooked.ok("rebase", "1.1")
+    said = hooked.ok("rebase", "1.0", "--drop", "Hook-run")
+    assert "an earlier series of 1.0" in said and hooked.git("rev-parse", "refs/fork/saved/1") == first
 
 
 def test_rebase_ends_with_the_pins_that_the_release_contradicts(hooked: Toy) -> None:
