@@ -255,11 +255,11 @@ def clean(project: Project, *, force: bool) -> None:
         checkout = Checkout.open(project)
         checkout.require_untouched()
         if kept := [*checkout.kept("saved"), *_uncommitted_series(project, checkout)]:
-            folder = kept[0].removeprefix("refs/fork/")
+            folder = f"../../kept/{kept[0].removeprefix('refs/fork/')}"
+            write = f"git -C build/checkout format-patch -o {folder} {kept[0]} --not --glob=refs/fork/upstream"
             raise ForkError(
                 f"build/checkout keeps work that is nowhere else ({', '.join(kept)}): write each to a folder with "
-                f"`git -C build/checkout format-patch -o ../../kept/{folder} {kept[0]} --not --glob=refs/fork/upstream`; "
-                f"`{FORK} clean --force` then, or to lose it"
+                f"`{write}`; `{FORK} clean --force` then, or to lose it"
             )
     for path in project.build.iterdir():
         if path.is_dir():
