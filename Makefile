@@ -3,11 +3,14 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c "" 2>/dev/nu
 PY := .venv/bin/python
 SERVE_FLAGS ?= --tp 8
 GIVEN_MODEL = $(or $(MODEL),$(error set MODEL to a folder or a Hugging Face name: make $@ MODEL=deepseek-ai/DeepSeek-V2-Lite-Chat SERVE_FLAGS="--tp 1 --trust-remote-code"))
+PORT_FLAG = $(if $(PORT),--port $(PORT))
 .DEFAULT_GOAL := help
-.PHONY: help setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint format soak bench bench-e2e gpu-report uninstall clean
+.PHONY: help port setup fetch apply-patches export-patches wheel install serve-tiny demo serve test test-all check rebase drift kernels lint format soak bench bench-e2e gpu-report uninstall clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+port: # judged before anything is built
+	@$(if $(PORT),$(or $(PYTHON),python3) tools/port.py "$(PORT)")
 setup: ## make .venv with the tools and the CPU requirements
 	@$(or $(PYTHON),python3) tools/setup.py
 fetch: setup ## download the pinned upstream wheel and verify its sha256
@@ -20,12 +23,12 @@ wheel: setup ## build the patched wheel with CUDA kernels into build/dist
 	@$(PY) -m tools.fork build $(WHEEL_FLAGS)
 install: setup ## build the wheel and install it into .venv; kernels where there is nvcc, none with KERNELS=0
 	@$(PY) -m tools.fork install $(if $(filter 0,$(KERNELS)),--no-kernels,--kernels-if-nvcc)
-serve-tiny: install ## [PORT=...] serve the tiny model on the CPU until interrupted
-	@$(PY) -m tools.demo --serve $(if $(PORT),--port $(PORT))
-demo: install ## [KERNELS=0] serve the tiny model on the CPU, ask it something, show which backend answered
-	@$(PY) -m tools.demo
-serve: setup ## MODEL=... [SERVE_FLAGS="--tp 8"] serve a model on this machine's GPUs
-	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --attention-backend sm120_mla --model-path $(GIVEN_MODEL) $(SERVE_FLAGS)
+serve-tiny: port install ## [PORT=...] serve the tiny model on the CPU until interrupted
+	@$(PY) -m tools.demo --serve $(PORT_FLAG)
+demo: port install ## [KERNELS=0] [PORT=...] serve the tiny model on the CPU, ask it something, show which backend answered
+	@$(PY) -m tools.demo $(PORT_FLAG)
+serve: port setup ## MODEL=... [SERVE_FLAGS="--tp 8"] [PORT=30000] serve a model on this machine's GPUs
+	@$(PY) -m tools.require_gpu && $(PY) -m tools.fork install --all-requirements && $(PY) -m sglang.launch_server --attention-backend sm120_mla --model-path $(GIVEN_MODEL) $(PORT_FLAG) $(SERVE_FLAGS)
 test: install ## run the tests that this machine can run, but the slow ones
 	@$(PY) -m pytest tests $(TEST_FLAGS)
 test-all: install ## the long server tests too (DDTREE and compaction under load)

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from tools.port import free_port
 
 # Small pools keep start-up short: sizing them from free memory takes longer than all the rest. An idle server that
 # sleeps leaves its core to the one that is asked.
@@ -109,17 +110,6 @@ def exit_on_signals(leave: Callable[[int], object] = sys.exit) -> None:
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, end)
-
-
-def free_port(port: int = 0) -> int:
-    """A TCP port of the loopback interface that nothing listens on now, `port` if given.
-
-    Raises OSError if that one is in use or not for us, OverflowError if it is no port.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what still closes there is no listener
-        probe.bind(("127.0.0.1", port))
-        return probe.getsockname()[1]
 
 
 @contextmanager

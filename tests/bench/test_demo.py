@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,25 @@ def test_a_port_that_cannot_be_had_is_refused_at_once(port, monkeypatch, capsys)
         with pytest.raises(SystemExit):
             demo.main()
     assert f"argument --port: cannot listen at {port} (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["demo", "serve-tiny", "serve"])
+def test_make_refuses_a_port_before_it_builds(target, tmp_path):
+    """Where nothing is that could build."""
+    (tmp_path / "tools").mkdir()
+    for name in ("Makefile", "tools/port.py"):
+        shutil.copy(README.parent / name, tmp_path / name)
+
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", target, "MODEL=m", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    refused = make("PORT=70000")
+    assert refused.returncode == 2 and refused.stdout == ""
+    error, _ = refused.stderr.splitlines()  # the other line is make's
+    assert error.startswith("error: PORT: cannot listen at 70000 (")
+    assert make("PORT=1", "--dry-run").stdout.splitlines()[-1].count("--port 1") == 1
+    assert "--port" not in make("--dry-run").stdout and "setup.py" in make().stderr
 
 
 def test_the_readme_shows_how_to_read_a_tree():
