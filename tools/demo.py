@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import signal
+import sys
 import textwrap
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerFast
-
-from tools import draw_tree, server
+from tools import server
 from tools.pair import DDTREE_FLAGS, PAIR, TARGET
+from tools.port import open_port
 
 PROMPT = '    def read_config(self, path):\n        """'
 NEW_TOKENS, TEMPERATURE = 96, 0.6
@@ -21,14 +22,6 @@ FLAGS = ["--dtype", "float32", "--enable-metrics", *DDTREE_FLAGS, "--speculative
 SERVE_FLAGS = ["--expert-distribution-recorder-mode", "stat"]
 SERVE_ENV = {"SGLANG_SM120_KV_COMPACT": "idle"}
 LEGEND = "(below a token, guesses at the next one; * was accepted)"
-
-
-def open_port(text: str) -> int:
-    """The port that `text` names, any free one for 0; refused here and not after the model has been loaded."""
-    try:
-        return server.free_port(int(text))
-    except (ValueError, OverflowError, OSError) as error:
-        raise argparse.ArgumentTypeError(f"cannot listen at {text} ({error}); give another one, or none") from error
 
 
 def main() -> None:
@@ -45,6 +38,10 @@ def main() -> None:
     flags, env = ([*FLAGS, *SERVE_FLAGS], SERVE_ENV) if args.serve else (FLAGS, {})
     with server.running(TARGET, args.work / "server.log", flags, env, port=args.port) as up:
         print(f"ready after {time.monotonic() - begin:.1f} s")
+        from transformers import PreTrainedTokenizerFast  # seconds, which nobody should wait for the first line
+
+        from tools import draw_tree
+
         prompt = PreTrainedTokenizerFast.from_pretrained(TARGET)(PROMPT).input_ids
         answer = up.generate([prompt], NEW_TOKENS, temperature=TEMPERATURE)[0]
         print(f"prompt:     {PROMPT!r}\ncompletion:\n{textwrap.indent(answer['text'], '  | ', lambda _: True)}")
@@ -70,4 +67,8 @@ def print_evidence(up: server.Server) -> None:
 
 if __name__ == "__main__":
     server.exit_on_signals()
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted: the server has ended", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

@@ -75,4 +75,8 @@ def fail(message):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        fail("interrupted: run the same command again to go on")
+        sys.exit(130)

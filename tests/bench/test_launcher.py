@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,15 +69,21 @@ class Fifo:
         assert got & event, "the server still runs" if event == select.POLLHUP else "the server was not asked"
 
 
-@pytest.fixture
-def fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fifo]:
-    """Of the stand-in, which the launcher will find in sglang's place."""
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").touch()  # or the installed sglang would be found, although it comes later
-    (tmp_path / "sglang" / "launch_server.py").write_text(STAND_IN)
-    for name, value in {"PYTHONPATH": f"{tmp_path}:{ROOT}", "FIFO": tmp_path / "fifo", "LOG": tmp_path / "log"}.items():
+def put_in_place(stand_in: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Fifo:
+    """Make `stand_in` what is found in sglang's place."""
+    (folder / "sglang").mkdir()
+    (folder / "sglang" / "__init__.py").touch()  # or the installed sglang would be found, although it comes later
+    (folder / "sglang" / "launch_server.py").write_text(stand_in)
+    paths = f"{folder}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    for name, value in {"PYTHONPATH": paths, "FIFO": folder / "fifo", "LOG": folder / "log"}.items():
         monkeypatch.setenv(name, str(value))
-    yield Fifo(tmp_path / "fifo")
+    return Fifo(folder / "fifo")
+
+
+@pytest.fixture
+def fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fifo:
+    """Of the stand-in, which the launcher will find in sglang's place."""
+    return put_in_place(STAND_IN, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,20 @@ def test_a_signal_ends_tool_and_server(fifo, number, code):
     fifo.wait(select.POLLIN)
     tool.send_signal(number)
     assert tool.wait(20) == code
+    fifo.wait(select.POLLHUP)
+
+
+@pytest.mark.parametrize("serve", [["--serve"], []])
+def test_ctrl_c_while_the_demo_starts_is_one_line_and_leaves_nothing(serve, tmp_path, monkeypatch):
+    never_ready = STAND_IN.replace('self.path != "/health"', "True")
+    fifo = put_in_place(never_ready, tmp_path, monkeypatch)
+    command = [sys.executable, "-m", "tools.demo", *serve, "--work", str(tmp_path)]
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # as in a terminal, wherever the tests run
+    demo = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
+    fifo.wait(select.POLLIN)
+    demo.send_signal(signal.SIGINT)
+    _, said = demo.communicate(timeout=20)
+    assert (demo.returncode, said) == (130, "interrupted: the server has ended\n")
     fifo.wait(select.POLLHUP)
 
 
