@@ -91,9 +91,11 @@ def answer(up: server.Server, encoded: str, tokens: int) -> list[tuple[float, in
     return [(info["e2e_latency"], info.get("spec_verify_ct", tokens - 1)) for info in infos]
 
 
-def rounds(batch_tokens: int) -> int:
-    """How often each text is answered, for a batch with this much context: its steps are slow where there is much."""
-    return 3 if batch_tokens < 500_000 else 2
+def rounds(texts: int, batch_tokens: int) -> int:
+    """How often each text is answered: a row of one text moves more, and steps are slow where there is much context."""
+    if batch_tokens > 2_000_000:
+        return 2
+    return 8 if texts == 1 else 3
 
 
 def first_and_last(up: server.Server, encoded: str, tokens: int) -> tuple[float, float]:
@@ -137,7 +139,7 @@ def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
         row["learning_tok_s"] = learn(run.ups["adaptive"], encoded)
     taken: dict[str, list[list[tuple[float, float]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
     for _, (at, batch), (mode, up) in itertools.product(
-        range(rounds(context * batch_size)), enumerate(encoded), run.ups.items()
+        range(rounds(len(encoded), context * batch_size)), enumerate(encoded), run.ups.items()
     ):
         taken[mode][at].append(decode(up, batch, few[mode]))
     for mode, texts in taken.items():
