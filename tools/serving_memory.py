@@ -6,11 +6,12 @@ Arithmetic from model configurations, not a measurement. What it assumes is in `
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB = 2**30
 LATENT_VALUES = 512 + 64
 BF16_BYTES, FP8_BYTES = 2, 1
+INT4_BYTES = 0.5 + 2.5 / 128  # groups of 128 with a scale and a zero point
 # Assumed, a GPU: what CUDA and NCCL take before the server counts free memory; graphs and activations of the recipes.
 CONTEXT_GIB, WORK_GIB = 1.0, 2.0
 GPUS_GIB = {"RTX PRO 6000": 95.6, "RTX 5090": 31.8, "A100": 79.2, "L40S": 44.7}
@@ -86,8 +87,10 @@ class Drafter:
 
 
 KIMI = Model("Kimi K2.x", 61, 1, 7168, 18432, 384, 2048, 1, 64, 1536, 128, 128, 163_840, 0.5 + 2 / 32, 465_000_000)
-DEEPSEEK_V3 = Model("DeepSeek V3.x", 61, 3, 7168, 18432, 256, 2048, 1, 128, 1536, 128, 128, 129_280, 0.5 + 2.5 / 128)
+DEEPSEEK_V3 = Model("DeepSeek V3.x", 61, 3, 7168, 18432, 256, 2048, 1, 128, 1536, 128, 128, 129_280, INT4_BYTES)
 GLM_FLASH = Model("GLM-4.7-Flash", 47, 1, 2048, 10240, 64, 1536, 1, 20, 768, 192, 256, 154_880, FP8_BYTES)
+GLM_FLASH_BF16 = replace(GLM_FLASH, expert_bytes=BF16_BYTES)
+GLM_FLASH_INT4 = replace(GLM_FLASH, expert_bytes=INT4_BYTES)
 V2_LITE = Model("DeepSeek-V2-Lite", 27, 1, 2048, 10944, 64, 1408, 2, 16, None, 128, 128, 102_400)
 DRAFTER = Drafter(3.0, 5, 8, 128)
 
@@ -142,6 +145,9 @@ def other_rows() -> list[str]:
         (KIMI, "int4 experts", BF16_BYTES, 8, "A100"),
         (V2_LITE, "bf16", BF16_BYTES, 2, "RTX 5090"),
         (GLM_FLASH, "8-bit", FP8_BYTES, 2, "RTX 5090"),
+        (GLM_FLASH_BF16, "bf16", BF16_BYTES, 1, "RTX PRO 6000"),
+        (GLM_FLASH_INT4, "4-bit experts", BF16_BYTES, 1, "RTX 5090"),
+        (replace(V2_LITE, expert_bytes=FP8_BYTES), "8-bit", FP8_BYTES, 1, "RTX 5090"),
         (GLM_FLASH, "8-bit", FP8_BYTES, 1, "L40S"),
     ]
     rows = []

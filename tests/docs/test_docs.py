@@ -29,6 +29,8 @@ MACHINES = [
     ("RTX PRO 6000", memory.KIMI),
     ("RTX PRO 6000", memory.DEEPSEEK_V3),
     ("RTX 5090", memory.V2_LITE),
+    ("RTX PRO 6000", memory.GLM_FLASH_BF16),
+    ("RTX 5090", memory.GLM_FLASH_INT4),
     ("A100", memory.KIMI),
 ]
 
@@ -130,6 +132,21 @@ def test_recipes_fit_their_machines(parser):
 def test_tables_are_those_of_the_arithmetic():
     for row in (*memory.kv_rows(), *memory.kimi_rows(), *memory.other_rows()):
         assert row in SERVING, row
+
+
+def test_what_the_page_says_of_one_card():
+    """Its least shares, and that on one 5090 the other formats do not fit, or hardly."""
+    assert round(memory.GLM_FLASH.expert_weights / 1e9, 1) == 27.8
+    assert round((memory.GLM_FLASH.divided_weights + memory.GLM_FLASH.replicated_weights) / 1e9, 1) == 2.2
+    kv = memory.GLM_FLASH.latent_kib(memory.BF16_BYTES) * 131_072 / 2**20
+    for gpu, model, least in (
+        ("RTX PRO 6000", memory.GLM_FLASH_BF16, 0.66),
+        ("RTX 5090", memory.GLM_FLASH_INT4, 0.79),
+    ):
+        assert memory.static_fraction(memory.GPUS_GIB[gpu], model.weights_gib(1) + kv) == least
+    eight_bit = memory.GLM_FLASH.weights_gib(1, memory.FP8_BYTES)
+    assert memory.tokens_left(memory.GPUS_GIB["RTX 5090"], eight_bit, memory.GLM_FLASH.latent_kib(2)) == 18
+    assert memory.V2_LITE.weights_gib(1) > memory.GPUS_GIB["RTX 5090"] - memory.CONTEXT_GIB - memory.WORK_GIB
 
 
 @pytest.mark.parametrize(
