@@ -100,6 +100,12 @@ def test_every_make_target_tool_and_test_exists():
         assert set(re.findall(r"(?<![.\w])test_\w+", code)) <= named, page
 
 
+@pytest.mark.parametrize("word", ["MLA", "drafter", "verifies", "chain", "tree"])
+def test_the_readme_explains_its_words_where_they_first_come(word):
+    first = next(text for text in (ROOT / "README.md").read_text().split("\n\n")[1:] if word[:5] in text)
+    assert f"*{word}*" in first
+
+
 def test_recipes_start(parser):
     """Upstream parses them, and neither our backend nor DDTREE refuses them."""
     found = [*recipes(SERVING), *recipes((ROOT / "README.md").read_text())]
