@@ -147,7 +147,21 @@ def test_a_dump_becomes_json_picture_and_text(tmp_path, capsys):
     hottest = int(tokens.sum(0)[0].argmax())
     red, _, blue = picture.getpixel((report.MARGIN_PIXELS + 64 * hottest + 32, report.LEGEND_PIXELS + 5))
     assert red > blue
-    assert "EP, EPLB and 4 redundant" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "EP, EPLB and 4 redundant" in said
+    assert "GPUs of 1600 GB/s and 400 TFLOP/s (RTX PRO 6000, assumed), 2 bytes a weight\n" in said
+    share = 100 * found["ep"]["lost_ms"] / found["ep"]["ms_a_step"]
+    assert f"ms, {share:.1f}% of it lost to uneven load" in said
+
+
+def test_a_load_that_is_even_or_better_loses_nothing(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "moe_intermediate_size": 8}))
+    even = dump(tmp_path / "d.pt", torch.full((4, 2, 16), 300))
+    words = ["--ranks", 4, "--redundant", 0, "--model", tmp_path, "--out", tmp_path / "out", "--tflops", 200]
+    assert run("--record", even, *words) == 0
+    said = capsys.readouterr().out
+    assert "GPUs of 1600 GB/s and 200 TFLOP/s, 2 bytes a weight\n" in said
+    assert said.count("nothing of it lost") == 3 and "%" not in said and "0.000 ms" not in said
 
 
 def test_a_server_that_records_nothing_is_told_how(capsys):

@@ -11,6 +11,8 @@ from pathlib import Path
 from sglang_sm120 import client
 
 REDUNDANT_EXPERTS_PER_RANK = (0, 1, 4)
+RTX_PRO_6000 = (1600, 400)
+"""GB/s and TFLOP/s that it is assumed to reach; the default of what is modelled."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weight-bytes", type=_above_0(float), default=2, help="bytes a weight: 2 bf16 (default), 1 fp8, 0.5 int4"
     )
     layout.add_argument(
-        "--read-gbps", type=_above_0(float), default=1600, help="memory bandwidth (default 1600: RTX PRO 6000)"
+        "--read-gbps", type=_above_0(float), default=RTX_PRO_6000[0], help="memory bandwidth (default: RTX PRO 6000's)"
     )
     layout.add_argument(
-        "--tflops", type=_above_0(float), default=400, help="matmul rate of the experts (default 400: RTX PRO 6000)"
+        "--tflops", type=_above_0(float), default=RTX_PRO_6000[1], help="the experts' matmuls (default: RTX PRO 6000's)"
     )
     layout.add_argument("--tile", type=_above_0(int), default=64, help="tokens a tile of the grouped GEMM (default 64)")
     parser.add_argument(

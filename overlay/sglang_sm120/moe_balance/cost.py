@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sglang_sm120.moe_balance import RTX_PRO_6000
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -26,6 +28,11 @@ class Gpu:
     tflops: float
     weight_bytes: float
     tile_tokens: int
+
+    def __str__(self) -> str:
+        """What is modelled, for people; the name of the default one."""
+        named = " (RTX PRO 6000, assumed)" if (self.read_gbps, self.tflops) == RTX_PRO_6000 else ""
+        return f"{self.read_gbps:g} GB/s and {self.tflops:g} TFLOP/s{named}, {self.weight_bytes:g} bytes a weight"
 
     @property
     def knee_tokens(self) -> float:

@@ -40,6 +40,7 @@ def findings(
         "experts": experts,
         "ranks": ranks,
         "pairs_a_step": load.tokens[:, 0].sum().item() / steps,
+        "gpu": str(gpu),
         "tile_tokens": gpu.tile_tokens,
         "knee_tokens": round(gpu.knee_tokens, 1),
         "layers": load.layers,
@@ -65,7 +66,7 @@ def _rounded(values: torch.Tensor) -> list[float]:
 def _step(reads: float, even: float, read_ms: float | None) -> dict[str, float]:
     found = {"reads_a_step": round(reads, 3), "over_even": round(reads / even, 3)}
     if read_ms is not None:
-        found |= {"ms_a_step": round(reads * read_ms, 4), "lost_ms": round((reads - even) * read_ms, 4)}
+        found |= {"ms_a_step": round(reads * read_ms, 6), "lost_ms": round((reads - even) * read_ms, 6)}
     return found
 
 
@@ -89,9 +90,10 @@ def text(found: dict[str, Any]) -> str:
             f"hottest of {found['ranks']} ranks over their mean: {max(found['rank_max_over_mean']):.2f} in the worst "
             f"layer, {max(found['rank_over_mean']):.2f} all layers together"
         )
-    lines.append(
-        "routed experts a step, less is better, modelled for the second half of the steps (docs/moe-balance.md):"
-    )
+    lines += [
+        f"modelled (docs/moe-balance.md), not measured: GPUs of {found['gpu']}",
+        "routed experts a step in the second half of the steps, less is better, times an even load's:",
+    ]
     lines.append(_line("TP, against even experts", found["tp"]))
     for name, step in found.items():
         if name == "ep":
@@ -103,7 +105,10 @@ def text(found: dict[str, Any]) -> str:
 
 def _line(name: str, step: dict[str, float]) -> str:
     line = f"  {name:<40}{step['over_even']:6.3f}x"
-    return line + (f"{step['ms_a_step']:9.3f} ms, {step['lost_ms']:+z.3f} of it lost" if "ms_a_step" in step else "")
+    if "ms_a_step" not in step:
+        return line
+    lost = f"{1 - 1 / step['over_even']:.1%}" if step["over_even"] > 1 else "nothing"
+    return f"{line}{step['ms_a_step']:#10.3g} ms, {lost} of it lost to uneven load"
 
 
 def draw(load: Load) -> Image:
