@@ -108,6 +108,11 @@ def test_read_leaves_out_idle_steps_dense_layers_and_copies(tmp_path):
             ["--ranks", 4, "--redundant", 3],
             "--redundant 3: 8 experts and 3 more",
         ),
+        (
+            lambda p: dump(p, torch.ones(2, 2, 8)),
+            ["--ranks", 4, "--redundant", 32, 1_000_000],
+            "--redundant 1000000: at most 32, a further copy of each of 8 experts for each of --ranks 4",
+        ),
         (lambda p: dump(p, torch.ones(2, 2, 8)), ["--model", "nowhere"], "--model nowhere: no config.json"),
     ],
 )

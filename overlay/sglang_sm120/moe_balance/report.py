@@ -27,6 +27,11 @@ def findings(
     """All figures. Milliseconds only where the size of an expert is known."""
     steps, _, experts = load.tokens.shape
     for extra in redundant:
+        if extra > experts * ranks:
+            raise ValueError(
+                f"--redundant {extra}: at most {experts * ranks}, a further copy of each of {experts} experts for each "
+                f"of --ranks {ranks}"
+            )
         if extra < 0 or (experts + extra) % ranks:
             raise ValueError(
                 f"--redundant {extra}: {experts} experts and {extra} more do not divide by --ranks {ranks}"
