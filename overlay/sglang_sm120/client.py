@@ -25,6 +25,8 @@ def add_arguments(parser: argparse._ActionsContainer, default_url: str | None = 
 def _url(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("it is empty: give the address that the server printed")
+    if "@" in text:  # which is never sent, and would be shown in every message
+        raise argparse.ArgumentTypeError("it has an @: leave user and password out, and give a key by --api-key")
     return text if "://" in text else f"http://{text}"
 
 

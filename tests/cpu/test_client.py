@@ -80,6 +80,16 @@ def test_an_address_without_a_scheme_is_http_and_an_empty_one_is_refused(capsys)
     assert "--url: it is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["doctor", "kv-map", "moe-balance"])
+@pytest.mark.parametrize("address", ["http://ann:hush@127.0.0.1:9", "ann:hush@127.0.0.1:9", "http://ann:hu/sh@there/"])
+def test_a_password_in_the_address_is_refused_and_not_shown(verb, address, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([verb, "--url", address])
+    said = "".join(capsys.readouterr())
+    assert end.value.code == 2 and "argument --url: it has an @: leave user and password out" in said
+    assert "hu" not in said
+
+
 @pytest.mark.parametrize(
     "body",
     ["<html>", "[]", "{}", '{"internal_states": []}', '{"internal_states": "ab"}', '{"internal_states": [null]}',
