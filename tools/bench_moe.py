@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import DeepseekV3ForCausalLM
 
-from tools import bench_run, checkpoints, server, tiny_model
+from tools import bench_run, server, tiny_model
 
 # On a GPU, widths for which every kernel is made; heads as long as real ones in either case.
 SIZE = (
@@ -69,10 +69,8 @@ def write_model(out: Path) -> Path:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, BIAS_STD)
-    model.to(torch.bfloat16 if torch.cuda.is_available() else torch.float32).save_pretrained(out)
-    tiny_model.tokenizer().save_pretrained(out)
-    checkpoints.finish_config(out, checkpoints.rope(SIZE.max_context_tokens))
-    return out
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return tiny_model.save(model.to(dtype), out, SIZE)
 
 
 def ask(up: server.Server, load: Traffic, rng: random.Random) -> None:

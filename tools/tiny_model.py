@@ -93,9 +93,14 @@ def write(out: Path, *, size: str = "tiny") -> Path:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             _fill(buffer, 1.0)
-    model.to("cpu", DTYPES[shape.dtype]).save_pretrained(out)
+    return save(model.to("cpu", DTYPES[shape.dtype]), out, shape)
+
+
+def save(model: DeepseekV3ForCausalLM, out: Path, size: Size) -> Path:
+    """Write a model of that size, with the tokenizer, as a checkpoint that servers load; the folder."""
+    model.save_pretrained(out)
     tokenizer().save_pretrained(out)
-    checkpoints.finish_config(out, checkpoints.rope(shape.max_context_tokens))
+    checkpoints.finish_config(out, checkpoints.rope(size.max_context_tokens))
     return out
 
 
