@@ -307,7 +307,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure; the exit code is 0 when every cell is there."""
     args = vars(parser().parse_args(words))
     out = args.pop("out")
-    if not args["cpu"] and not require_gpu.found():
+    if not args["cpu"] and not require_gpu.can_serve():
         return 2
     args["contexts"] = args["contexts"] or (CPU_CONTEXTS if args["cpu"] else CONTEXTS)
     if args["cpu"]:

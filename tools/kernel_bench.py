@@ -292,7 +292,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=None, help="folder for the report")
     parser.add_argument("--no-peers", action="store_true")
     args = parser.parse_args(argv)
-    if not require_gpu.found():
+    alone = args.no_peers or args.verb == "gpu-report"
+    if not (require_gpu.found() if alone else require_gpu.can_serve()):
         return 2
     if args.verb == "bench":
         folder = args.out or ROOT / "docs" / "bench"

@@ -1,7 +1,8 @@
-"""Tools that need a GPU begin with this: without a CUDA device they end before anything is downloaded or measured."""
+"""Tools that need a GPU begin with this: where one is missing they end before anything is downloaded or measured."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import torch
@@ -11,8 +12,20 @@ def found() -> bool:
     """Whether there is a CUDA device; says what to do if not."""
     if torch.cuda.is_available():
         return True
+    build = "" if torch.version.cuda else f"; PyTorch {torch.__version__} is built without CUDA, PyPI's is with it"
     print("error: no CUDA device here: run this on the machine with the GPUs (`nvidia-smi` must list them; "
-          "without a GPU: make demo, make serve-tiny)", file=sys.stderr)  # fmt: skip
+          f"without a GPU: make demo, make serve-tiny){build}", file=sys.stderr)  # fmt: skip
+    return False
+
+
+def can_serve() -> bool:
+    """Whether upstream's packages for GPUs are here too; says what to install if not."""
+    if not found():
+        return False
+    if importlib.util.find_spec("sgl_kernel"):
+        return True
+    print("error: only what the CPU needs is installed: `.venv/bin/python -m tools.fork install --all-requirements` "
+          "brings upstream's packages for GPUs", file=sys.stderr)  # fmt: skip
     return False
 
 
