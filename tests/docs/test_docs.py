@@ -73,6 +73,11 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(to), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_table_is_broken_by_an_empty_line(page):
+    assert not re.search(r"\|\n\n\|.*\n(?!\|[-:| ]+\n)", page.read_text()), "the rows after it have no header"
+
+
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
