@@ -353,21 +353,20 @@ def _finish(project: Project, checkout: Checkout, state: State) -> None:
         say(f"problem: {problem}")
     say(
         f"next: {'correct these pins, then ' if pins else ''}`make install && make test-all`, then commit {_WRITTEN}; "
-        f"to go back: {_way_back(project, old.version, report)}"
+        f"to go back: {_way_back(project, old.version)}"
     )
 
 
-def _way_back(project: Project, version: str, report: Path) -> str:
+def _way_back(project: Project, version: str) -> str:
     """The command that restores lock and series as the rebase found them, committed or not.
 
-    Applying comes first: it refuses where what has been done since would be lost.
+    Applying comes first: it refuses where what has been done since would be lost. The report stays.
     """
     commands = (
         "make apply-patches",
         f"cp {project.show(project.lock_left_at(version))} {project.show(project.lock)}",
         f"git -C {project.show(project.checkout)} reset --quiet --hard refs/fork/series/{version}",
         "make export-patches",
-        f"rm {project.show(report)}",
     )
     return f"`{' && '.join(commands)}`"
 

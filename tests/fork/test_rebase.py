@@ -334,7 +334,7 @@ def test_rebase_says_how_to_go_back_and_that_loses_nothing(hooked: Toy) -> None:
     assert "next: `make install && make test-all`, then commit upstream.lock patches docs/upgrades;" in last
     after = hooked.git("rev-parse", "HEAD")
     go_back(hooked, last)
-    assert hooked.state() == before and list(upgrades.iterdir()) == [upgrades / "README.md"]
+    assert hooked.state() == before and (upgrades / "README.md").read_text() == "Upgrades\n"
     assert hooked.git("rev-parse", "refs/fork/series/1.1") == after
 
 

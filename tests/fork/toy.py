@@ -210,7 +210,7 @@ def assert_typable(said: str) -> None:
         elif words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= TARGETS, command
         else:
-            assert words[0] in ("cp", "git", "pip", "rm", ".venv/bin/pip"), command
+            assert words[0] in ("cp", "git", "pip", ".venv/bin/pip"), command
 
 
 def copy(toy: Toy, folder: Path) -> Toy:
