@@ -125,6 +125,7 @@ MUTANTS = [
     ("verbs.py", '[*checkout.kept("saved"), *', "[*", "discard_keeps"),
     ("verbs.py", ", *_uncommitted_series(project, checkout)]", "]", "never_committed"),
     ("git.py", '"--objects", "--all"', '"--objects", "HEAD^..HEAD"', "never_committed"),
+    ("setup.py", "except KeyboardInterrupt:", "except ZeroDivisionError:", "while_pip_runs"),
     ("wheel.py", 'os.environ["SOURCE_DATE_EPOCH"] = str(_TIME_UNIX_S)', "pass", "two_builds"),
     (
         "wheel.py",

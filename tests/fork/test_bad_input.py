@@ -271,6 +271,17 @@ def test_python_too_old_or_too_new(version: tuple[int, ...], word: str) -> None:
     )
 
 
+def test_ctrl_c_while_pip_runs_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    for name in ("setup.py", "requirements.txt", "requirements-cpu.txt"):
+        shutil.copy(TOOLS_ROOT / "tools" / name, tmp_path / "tools")
+    interrupted = "import runpy, subprocess\ndef call(*_):\n    raise KeyboardInterrupt\nsubprocess.call = call\n"
+    code = f"{interrupted}runpy.run_path({str(tmp_path / 'tools' / 'setup.py')!r}, run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 130
+    assert result.stderr == "error: interrupted: run the same command again to go on\n"
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MiB."""
