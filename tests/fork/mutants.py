@@ -146,16 +146,10 @@ def survives(file: str, guard: str, replacement: str, tests: str) -> bool:
         if guard not in text:
             raise SystemExit(f"error: {file} has no {guard!r} any more: update tests/fork/mutants.py")
         (tools / file).write_text(text.replace(guard, replacement))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            str(REPOSITORY / "tests" / "fork"),
-        ]
+        tests_folder = str(REPOSITORY / "tests" / "fork")
+        # The conftest above imports tools/, and the tests would then find the whole ones.
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--confcutdir", tests_folder]
+        command = [sys.executable, "-m", "pytest", *options, tests_folder]
         environment = {**os.environ, "FORK_TOOLS": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         result = subprocess.run([*command, "-k", tests], env=environment, capture_output=True, text=True, check=False)
         if result.returncode not in (0, 1):
