@@ -201,8 +201,8 @@ class Checkout:
 
 def keep(repo: Repo, commit: str, reason: str) -> None:
     """Give `commit` a reference refs/fork/saved/N and tell the user."""
-    count = len(repo.git.for_each_ref("refs/fork/saved").splitlines())
-    reference = f"refs/fork/saved/{count + 1}"
+    names = repo.git.for_each_ref("--format=%(refname:lstrip=3)", "refs/fork/saved").split()
+    reference = f"refs/fork/saved/{max(map(int, names), default=0) + 1}"
     repo.git.update_ref(reference, commit)
     say(f"{reason}: {commit[:12]} stays in build/checkout as {reference}")
 

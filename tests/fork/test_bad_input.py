@@ -212,6 +212,16 @@ def test_discard_keeps_commits_and_uncommitted_work(hooked: Toy) -> None:
     ]
 
 
+def test_what_is_saved_never_takes_the_place_of_what_was(hooked: Toy) -> None:
+    for text in ("first", "second"):
+        (hooked.checkout / "mine.py").write_text(f"{text}\n")
+        hooked.ok("apply", "--discard")
+    hooked.git("update-ref", "-d", "refs/fork/saved/1")
+    (hooked.checkout / "mine.py").write_text("third\n")
+    hooked.ok("apply", "--discard")
+    assert saved_text(hooked, "mine.py") == ["second", "third"]
+
+
 def written_out(toy: Toy, refused: str) -> list[Path]:
     """Patches that the command gives which a refused `clean` prints."""
     (command,) = re.findall("`(git -C build/checkout format-patch [^`]*)`", refused)
