@@ -47,11 +47,12 @@ PROFILED_STEPS, PROFILED_TOKENS = 24, 400
 
 def variants(pair: Path, contexts: list[int], batches: list[int]) -> dict[str, list[str]]:
     """Server flags by mode; the drafter reads the same last tokens in all that draft."""
-    sizes = " ".join(map(str, sorted({*batches, *(bs for bs, _ in PROFILED)})))
-    pool = max(*contexts, DISTINCT_TOKENS) + max(batches) * (TEXT_TOKENS + MOST_FEW_TOKENS + PROFILED_TOKENS)
+    sizes = sorted({*batches, *(bs for bs, _ in PROFILED)})
+    pool = max(*contexts, DISTINCT_TOKENS) + sizes[-1] * (TEXT_TOKENS + MOST_FEW_TOKENS + PROFILED_TOKENS)
     common = shlex.split(
         f"--attention-backend sm120_mla --max-total-tokens {pool} --context-length {max(contexts) + 2000} "
-        f"--max-running-requests {max(batches)} --mem-fraction-static 0.6 --cuda-graph-bs-decode {sizes}"
+        f"--max-running-requests {sizes[-1]} --mem-fraction-static 0.6 "
+        f"--cuda-graph-bs-decode {' '.join(map(str, sizes))}"
     )
     draft = shlex.split(
         f"--speculative-draft-model-path {pair / 'drafter'} --speculative-draft-attention-backend triton "

@@ -19,6 +19,7 @@ MODES = ("none", "chain", "tree", "adaptive")
 IS_GEMM = re.compile("gemm|nvjet|cutlass|gemv", re.IGNORECASE)
 PARTS = ("period_us", "draft_forward_us", "target_forward_us", "draft_kv_us", "tree_us", "tree_in_graphs_us")
 IS_SYNC = re.compile("Synchronize")
+VERIFY_STEP = re.compile(r"step\[VERIFY bs=(\d+)")  # how upstream marks a step in a profile
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,16 @@ class Span:
     correlation: int
 
 
-def read_trace(path: Path) -> tuple[list[Span], list[Span]]:
-    """Device and runtime spans of a torch profile, by begin."""
+def read_trace(path: Path) -> tuple[list[Span], list[Span], list[int]]:
+    """Device and runtime spans of a torch profile, by begin, and the batch sizes of its verify steps."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     device: list[Span] = []
     runtime: list[Span] = []
+    batches = []
     for event in events:
         category = event.get("cat", "")
+        if step := VERIFY_STEP.match(str(event.get("name"))):
+            batches.append(int(step[1]))
         is_device = category in ("kernel", "gpu_memcpy", "gpu_memset")
         if is_device or category in ("cuda_runtime", "cuda_driver"):
             begin, correlation = event["ts"], event["args"].get("correlation", -1)
@@ -45,7 +49,7 @@ def read_trace(path: Path) -> tuple[list[Span], list[Span]]:
             (device if is_device else runtime).append(span)
     device.sort(key=lambda span: span.begin)
     runtime.sort(key=lambda span: span.begin)
-    return device, runtime
+    return device, runtime, batches
 
 
 def steps(device: list[Span], runtime: list[Span]) -> list[dict[str, Any]]:
@@ -116,9 +120,10 @@ def _totals(spans: list[Span]) -> dict[str, float]:
 
 def profile_row(path: Path) -> dict[str, Any]:
     """Medians over the steps of a profile."""
-    found = steps(*read_trace(path))
+    device, runtime, batches = read_trace(path)
+    found = steps(device, runtime)
     names = {name for step in found for name in step["names"]}
-    row: dict[str, Any] = {"profile": path.name.removesuffix(".json.gz"), "steps": len(found)}
+    row: dict[str, Any] = {"bs": statistics.mode(batches), "steps": len(found)}
     for key in PARTS:
         row[key] = round(statistics.median(step[key] for step in found), 1)
     row["host_waits"] = max(step["host_waits"] for step in found)
@@ -163,7 +168,7 @@ def _markdown(page: dict[str, Any]) -> str:
         "Device time from torch profiles of the tree at 32k context, medians over the steps, microseconds.",
         "",
         *table(
-            "profile | step | draft forward | target forward | drafter's KV | all else | of it in graphs | host waits",
+            "batch | step | draft forward | target forward | drafter's KV | all else | of it in graphs | host waits",
             map(_step, page["profiles"]),
         ),
         "",
@@ -187,7 +192,7 @@ def _speeds(row: dict[str, Any]) -> list[str]:
 
 
 def _step(row: dict[str, Any]) -> list[str]:
-    return [row["profile"], *(number(row[key], 0) for key in PARTS), str(row["host_waits"])]
+    return [str(row["bs"]), *(number(row[key], 0) for key in PARTS), str(row["host_waits"])]
 
 
 def _tokens(pair: str, found: dict[str, Any]) -> list[str]:

@@ -47,6 +47,7 @@ def write_trace(path: Path, waits_in_step: int) -> None:
         for wait in range(waits_in_step):
             events.append(event("cuda_runtime", "cudaStreamSynchronize", begin + 20 + wait, 1, -1))
         events.append(event("cuda_runtime", "cudaEventSynchronize", begin + 900, 50, -1))
+        events.append(event("user_annotation", "step[VERIFY bs=4]", begin, 300, -1))
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
 
 
@@ -58,6 +59,7 @@ def event(category: str, name: str, begin: float, microseconds: float, correlati
 def test_a_profile_is_told_apart_into_forwards_tree_and_waits(tmp_path, waits):
     write_trace(tmp_path / "trace-bs1.json.gz", waits)
     row = ddtree_page.profile_row(tmp_path / "trace-bs1.json.gz")
+    assert row["bs"] == 4, "what ran, whatever the file is called"
     assert row["steps"] == 3, "the last step has no end"
     assert (row["draft_forward_us"], row["target_forward_us"]) == (70.0, 430.0)
     assert row["draft_kv_us"] == 7
@@ -83,9 +85,17 @@ def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
     page = (docs / "ddtree.md").read_text()
     assert "| 1,024 | 1 | 100 | 150 | 200 | 198 | 0.99 | 150 | 2.50 | 3.20 | - |" in page
     assert "| 8,192 | 1 | 90 | 120 | - | - | - | - | 2.00 | - | - |" in page
-    assert "| trace-bs1 | 1,000 | 70 | 430 | 7 | 39 | 35 | 0 |" in page
+    assert "| 4 | 1,000 | 70 | 430 | 7 | 39 | 35 | 0 |" in page
     assert "| tree against none | 16 | 15 | 1 | 0 |" in page
     assert (docs / "ddtree.png").stat().st_size > 0 and json.loads((docs / "ddtree.json").read_text())["profiles"]
+
+
+def test_servers_of_small_batches_have_room_for_the_profiled_ones(tmp_path):
+    most = max(batch for batch, _ in bench_ddtree.PROFILED)
+    for flags in bench_ddtree.variants(tmp_path, [1024], [1]).values():
+        assert flags[flags.index("--max-running-requests") + 1] == str(most)
+        at = flags.index("--cuda-graph-bs-decode") + 1
+        assert flags[at : at + 2] == ["1", str(most)]
 
 
 @pytest.mark.parametrize("context, batch, shared", [(1000, 4, False), (bench_ddtree.DISTINCT_TOKENS // 2, 4, True)])
