@@ -9,11 +9,13 @@ import torch
 from sglang.srt.arg_groups import cuda_graph_hook
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import run_hook
+from sglang.srt.configs import KimiLinearConfig
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang_sm120 import ops
 from sglang_sm120.attention import select
+from transformers import PretrainedConfig
 
 
 @pytest.fixture
@@ -33,9 +35,10 @@ def kimi(**changes):
         **{
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
-            "hf_config": SimpleNamespace(),
+            "hf_config": PretrainedConfig(),
             "dtype": torch.bfloat16,
             "sliding_window_size": None,
+            "linear_attn_registry_result": None,
         }
         | changes
     )
@@ -45,6 +48,7 @@ def args(**changes):
     return SimpleNamespace(
         **{
             "dcp_size": 1,
+            "attn_cp_size": 1,
             "enable_unified_memory": False,
             "enable_deterministic_inference": False,
             "kv_cache_dtype": "auto",
@@ -89,6 +93,7 @@ def test_what_we_would_refuse_is_not_chosen(gpu):
     ("changes", "named"),
     [
         ({"dcp_size": 4}, "--dcp-size 4"),
+        ({"attn_cp_size": 2}, "--attn-cp-size 2"),
         ({"enable_unified_memory": True}, "--enable-unified-memory"),
         ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
@@ -109,10 +114,11 @@ def test_refusals_name_the_flag(gpu, changes, named):
     [
         ({"kv_lora_rank": 256}, "latent of 256 + 64"),
         ({"kv_lora_rank": None}, "no MLA latent"),
-        ({"hf_config": SimpleNamespace(index_topk=2048)}, "sparse attention"),
+        ({"hf_config": PretrainedConfig(index_topk=2048)}, "sparse attention"),
         ({"sliding_window_size": 128}, "sliding-window"),
-        ({"hf_config": SimpleNamespace(llama_4_scaling={"beta": 0.1})}, "llama_4_scaling"),
+        ({"hf_config": PretrainedConfig(llama_4_scaling={"beta": 0.1})}, "llama_4_scaling"),
         ({"dtype": torch.float16}, "--dtype"),
+        ({"hf_config": KimiLinearConfig()}, "linear attention"),
     ],
 )
 def test_refusals_say_what_the_model_has(gpu, changes, said):

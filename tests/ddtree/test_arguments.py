@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import types
+from pathlib import Path
 
 import pair
 import pytest
@@ -83,6 +85,29 @@ def test_refused_with_the_flag_named(flags):
 def test_a_missing_drafter_is_named():
     with pytest.raises(ValueError, match="--speculative-draft-model-path"):
         resolve("--speculative-algorithm", "DDTREE")
+
+
+DOMINO = {"projector_type": "domino", "gru_hidden_dim": 8, "emb_dim": 8, "shift_label": True}
+PARTS = {
+    "domino": {"dflash_config": DOMINO | {"pure_draft_prefix_len": 1}},
+    "selector": {"dflash_config": {"selector_rank": 4, "selector_top_k": 4}},
+    "LiLiCorr": {"architectures": ["LiLiCorrDraftModel"]},
+    "embedding": {
+        "has_embed_tokens": True,
+        "quantization_config": {"quant_algo": "W4A16_NVFP4", "quant_method": "modelopt"},
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "dflash_config": {"sample_from_anchor": False},
+    },
+}
+
+
+@pytest.mark.parametrize("changes", PARTS.values(), ids=PARTS)
+def test_drafters_that_are_more_than_plain_dflash_are_refused(changes, tmp_path: Path):
+    config = json.loads((pair.DRAFTER / "config.json").read_text())
+    changes = changes | {"dflash_config": config["dflash_config"] | changes.get("dflash_config", {})}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=f"{tmp_path}: DDTREE takes plain DFlash drafters"):
+        resolve(*pair.ddtree_flags(16), "--speculative-draft-model-path", str(tmp_path))
 
 
 @pytest.mark.parametrize(

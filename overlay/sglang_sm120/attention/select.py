@@ -44,6 +44,8 @@ def reason(server_args: Any, model_config: Any, chosen: str) -> str:
 
 def refusals(server_args: Any, model_config: Any) -> list[str]:
     """Why this configuration cannot run on `sm120_mla`, each naming the flag or the model property; empty if it can."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
     cfg = server_args
     found = []
     latent = getattr(model_config, "kv_lora_rank", None), getattr(model_config, "qk_rope_head_dim", None)
@@ -58,6 +60,10 @@ def refusals(server_args: Any, model_config: Any) -> list[str]:
         found.append("the model uses sliding-window attention, which has no tree mask by depth here")
     if getattr(model_config.hf_config, "llama_4_scaling", None):
         found.append("the model scales queries by position (llama_4_scaling), which upstream does for triton only")
+    if mambaish_config(model_config) is not None:
+        found.append("the model mixes in linear attention (as Kimi-Linear does), which never ran beside this backend")
+    if cfg.attn_cp_size > 1:
+        found.append(f"--attn-cp-size {cfg.attn_cp_size}: prefill context parallelism is not supported, use 1")
     if cfg.dcp_size > 1:
         found.append(f"--dcp-size {cfg.dcp_size}: decode context parallelism is not supported, use --dcp-size 1")
     if cfg.enable_unified_memory:

@@ -195,8 +195,8 @@ def _check_draft_window(args: Any) -> None:
 
 
 def _block_size(args: Any) -> int:
-    """Draft block width: the flag, else the drafter's own. Refuses drafters with a head that proposes by itself."""
-    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+    """Draft block width: the flag, else the drafter's own. Refuses drafters with parts that DDTREE would leave out."""
+    from sglang.srt.speculative.dflash_utils import is_nemotron_35_draft_config, parse_dflash_draft_config
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     config = get_config(
@@ -206,10 +206,12 @@ def _block_size(args: Any) -> int:
         model_override_args=json.loads(args.json_model_override_args),
     )
     draft = parse_dflash_draft_config(draft_hf_config=config)
-    if draft.is_domino or draft.selector_rank:
+    has_head = draft.is_domino or draft.selector_rank or "LiLiCorrDraftModel" in (config.architectures or ())
+    if has_head or is_nemotron_35_draft_config(config):
+        what = "a head of its own (Domino, a candidate selector or LiLiCorr)" if has_head else "its own embedding"
         raise ValueError(
             f"--speculative-draft-model-path {args.speculative_draft_model_path}: {ALGORITHM_NAME} takes plain DFlash "
-            "drafters; this one has a head of its own (Domino or a candidate selector)."
+            f"drafters; this one has {what}."
         )
     block = args.speculative_dflash_block_size or draft.resolve_block_size(default=None)
     if block is None:

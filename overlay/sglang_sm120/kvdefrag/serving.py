@@ -363,6 +363,7 @@ def refusal(scheduler: Scheduler) -> str | None:
 
 HOLDERS_ELSEWHERE = {
     "enable_unified_memory": "its pool compacts itself through virtual ids",
+    "radix_cache_backend": "its prefix cache is not known to compaction",
     "enable_hierarchical_cache": "transfers to and from the host hold KV ids",
     "enable_lmcache": "transfers to and from LMCache hold KV ids",
     "enable_flexkv": "transfers to and from FlexKV hold KV ids",
