@@ -51,6 +51,12 @@ REFUSED = [
     ("--speculative-ddtree-topk", "129"),
     ("--speculative-dflash-block-size", "1"),
     ("--speculative-num-draft-tokens", "8"),
+    ("--speculative-num-steps", "3"),
+    ("--speculative-eagle-topk", "4"),
+    ("--speculative-draft-attention-backend", "sm120_mla"),
+    ("--speculative-draft-attention-backend", "trtllm_mha"),
+    ("--speculative-draft-window-size", "7"),
+    ("--speculative-draft-sink-size", "4", "--speculative-draft-window-size", "64"),
     ("--speculative-accept-threshold-single", "0.5"),
     ("--speculative-accept-threshold-acc", "0.5"),
     ("--speculative-use-rejection-sampling",),
@@ -65,14 +71,6 @@ REFUSED = [
     ("--dcp-size", "2"),
     ("--attn-cp-size", "2", "--tp-size", "2"),
     ("--disaggregation-mode", "decode"),
-    (
-        "--speculative-draft-attention-backend",
-        "flashinfer",
-        "--speculative-draft-window-size",
-        "64",
-        "--page-size",
-        "64",
-    ),
 ]
 
 
@@ -80,6 +78,33 @@ REFUSED = [
 def test_refused_with_the_flag_named(flags):
     with pytest.raises((ValueError, AssertionError), match=flags[0]):
         resolve(*pair.ddtree_flags(16), *flags)
+
+
+def gpu_drafter(**changes):
+    given = {
+        "device": "cuda", "page_size": 1, "speculative_draft_attention_backend": None,
+        "speculative_draft_window_size": 64, "speculative_dflash_block_size": 8,
+    }  # fmt: skip
+    return types.SimpleNamespace(**given | changes)
+
+
+def test_on_a_gpu_a_draft_block_runs_on_a_backend_that_is_not_causal():
+    from sglang_sm120.ddtree import algorithm
+
+    args = gpu_drafter()
+    algorithm._resolve_draft_backend(args)
+    assert args.speculative_draft_attention_backend == "triton"
+    with pytest.raises(ValueError, match="trtllm_mha does not run draft blocks of DDTREE: use triton, flashinfer"):
+        algorithm._resolve_draft_backend(gpu_drafter(speculative_draft_attention_backend="trtllm_mha"))
+
+
+def test_flashinfer_is_refused_for_a_window_in_pages_only():
+    from sglang_sm120.ddtree import algorithm
+
+    for page_size, backend in ((1, "flashinfer"), (None, "flashinfer"), (64, "triton")):
+        algorithm._check_draft_window(gpu_drafter(page_size=page_size, speculative_draft_attention_backend=backend))
+    with pytest.raises(ValueError, match="flashinfer does not work with --speculative-draft-window-size 64 and"):
+        algorithm._check_draft_window(gpu_drafter(page_size=64, speculative_draft_attention_backend="flashinfer"))
 
 
 def test_a_missing_drafter_is_named():

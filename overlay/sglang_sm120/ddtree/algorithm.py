@@ -7,6 +7,7 @@ than its draft block: `speculative_num_draft_tokens` is the verify width, `specu
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,10 @@ from sglang_sm120.ddtree.tree import MAX_DEPTH, MAX_TOPK, MAX_WIDTH
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+logger = logging.getLogger(__name__)
 DEFAULT_MAX_RUNNING_REQUESTS = 48
+# The first is the default. Of upstream's choices trtllm_mha is causal, which a draft block is not inside.
+GPU_DRAFT_BACKENDS = ("triton", "flashinfer", "fa3", "fa4")
 
 
 def _yes(_self: object) -> bool:
@@ -135,7 +139,19 @@ _REFUSALS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda a: a.speculative_num_draft_tokens is not None,
         "give --speculative-ddtree-budget (nodes of the tree) or --speculative-dflash-block-size (width of the draft)",
     ),
+    "--speculative-num-steps": (
+        lambda a: a.speculative_num_steps not in (None, 1),
+        "leave it out: --speculative-dflash-block-size is how far one draft reaches",
+    ),
+    "--speculative-eagle-topk": (
+        lambda a: a.speculative_eagle_topk not in (None, 1),
+        "use --speculative-ddtree-topk",
+    ),
     "--speculative-adaptive": (lambda a: a.speculative_adaptive, "use --speculative-ddtree-adaptive"),
+    "--speculative-draft-sink-size": (
+        lambda a: a.speculative_draft_sink_size,
+        "leave it out: the drafter's window has no sink",
+    ),
 }
 
 
@@ -171,27 +187,38 @@ def fill_in(args: Any) -> None:
     # Upstream sizes pools by steps x topk as well; the verify width covers the tree.
     args.speculative_num_steps = 1
     args.speculative_eagle_topk = 1
-    if args.speculative_draft_attention_backend is None:
-        args.speculative_draft_attention_backend = _draft_backend(args.device)
-    _check_draft_window(args)
+    _resolve_draft_backend(args)
+    if args.speculative_draft_window_size is not None:
+        _check_draft_window(args)
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
 
 
-def _draft_backend(device: str) -> str:
+def _resolve_draft_backend(args: Any) -> None:
     from sglang_sm120.cpu.speculative import DRAFT_BACKEND_NAME
 
-    return DRAFT_BACKEND_NAME if device == "cpu" else "triton"
+    choices = (DRAFT_BACKEND_NAME,) if args.device == "cpu" else GPU_DRAFT_BACKENDS
+    asked = args.speculative_draft_attention_backend
+    if asked is None:
+        args.speculative_draft_attention_backend = choices[0]
+    elif asked not in choices:
+        raise ValueError(
+            f"--speculative-draft-attention-backend {asked} does not run draft blocks of {ALGORITHM_NAME}: "
+            f"use {', '.join(choices)}."
+        )
 
 
 def _check_draft_window(args: Any) -> None:
-    """FlashInfer plans a replay with the lengths it is told, and of a window in pages only a bound is known then."""
-    pages = args.speculative_draft_window_size and (args.page_size or 1) > 1
-    if pages and args.speculative_draft_attention_backend == "flashinfer":
+    window, block = args.speculative_draft_window_size, args.speculative_dflash_block_size
+    if window < block:
+        raise ValueError(f"--speculative-draft-window-size {window} is below the draft block: give {block} or more.")
+    # FlashInfer plans a replay with the lengths it is told, and of a window in pages only a bound is known then.
+    if (args.page_size or 1) > 1 and args.speculative_draft_attention_backend == "flashinfer":
         raise ValueError(
             f"--speculative-draft-attention-backend flashinfer does not work with --speculative-draft-window-size "
-            f"{args.speculative_draft_window_size} and --page-size {args.page_size}: use triton, or --page-size 1."
+            f"{window} and --page-size {args.page_size}: use triton, or --page-size 1."
         )
+    logger.info("%s drafts with --speculative-draft-window-size %d, whatever a warning says.", ALGORITHM_NAME, window)
 
 
 def _block_size(args: Any) -> int:
@@ -199,8 +226,9 @@ def _block_size(args: Any) -> int:
     from sglang.srt.speculative.dflash_utils import is_nemotron_35_draft_config, parse_dflash_draft_config
     from sglang.srt.utils.hf_transformers_utils import get_config
 
+    path = args.speculative_draft_model_path
     config = get_config(
-        args.speculative_draft_model_path,
+        path,
         trust_remote_code=args.trust_remote_code,
         revision=args.speculative_draft_model_revision,
         model_override_args=json.loads(args.json_model_override_args),
@@ -210,14 +238,11 @@ def _block_size(args: Any) -> int:
     if has_head or is_nemotron_35_draft_config(config):
         what = "a head of its own (Domino, a candidate selector or LiLiCorr)" if has_head else "its own embedding"
         raise ValueError(
-            f"--speculative-draft-model-path {args.speculative_draft_model_path}: {ALGORITHM_NAME} takes plain DFlash "
-            f"drafters; this one has {what}."
+            f"--speculative-draft-model-path {path}: {ALGORITHM_NAME} takes plain DFlash drafters; this one has {what}."
         )
     block = args.speculative_dflash_block_size or draft.resolve_block_size(default=None)
     if block is None:
-        raise ValueError(
-            f"{args.speculative_draft_model_path} names no block_size: give --speculative-dflash-block-size."
-        )
+        raise ValueError(f"{path} names no block_size: give --speculative-dflash-block-size.")
     if not 2 <= block <= MAX_DEPTH + 1:
         raise ValueError(f"--speculative-dflash-block-size {block} is out of range: give 2 to {MAX_DEPTH + 1} tokens.")
     return int(block)
