@@ -61,6 +61,7 @@ REFUSED = [
     ("--speculative-accept-threshold-acc", "0.5"),
     ("--speculative-use-rejection-sampling",),
     ("--enable-two-batch-overlap",),
+    ("--enable-pdmux", "--chunked-prefill-size", "-1", "--disable-overlap-schedule"),
     ("--enable-lora",),
     ("--enable-return-routed-experts",),
     ("--enable-return-indexer-topk",),

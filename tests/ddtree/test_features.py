@@ -56,13 +56,22 @@ def plain(prompts, logs) -> dict:
 
 @pytest.fixture(scope="module")
 def server(logs, plain):  # after `plain`, whose server is gone by then: an idle one takes a core
-    with launcher.running(pair.TARGET, logs / "ddtree.log", pair.ddtree_flags(16)) as up:
+    flags = pair.ddtree_flags(16, 8, "--enable-custom-logit-processor")
+    with launcher.running(pair.TARGET, logs / "ddtree.log", flags) as up:
         yield up
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_outcome_equals_plain_decoding(server, prompts, plain, case):
     assert [outcome(a) for a in ask(server, prompts, **CASES[case])] == plain[case]
+
+
+def test_a_custom_logit_processor_works_on_every_node(server, prompts, plain):
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    processor = {"custom_logit_processor": DisallowedTokensLogitsProcessor.to_str()}
+    answers = ask(server, prompts, processor, custom_params={"token_ids": [10, 13]})
+    assert [outcome(a) for a in answers] == plain["logit bias"], "what forbids the same tokens"
 
 
 def test_log_probabilities_equal_plain_decoding(server, prompts, plain):

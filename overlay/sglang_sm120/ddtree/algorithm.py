@@ -124,6 +124,7 @@ _REFUSALS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "--disaggregation-mode": (lambda a: a.disaggregation_mode != "null", "serve prefill and decode in one server"),
     "--enable-unified-memory": (lambda a: a.enable_unified_memory, "leave it out: it refuses trees"),
     "--enable-two-batch-overlap": (lambda a: a.enable_two_batch_overlap, "leave it out"),
+    "--enable-pdmux": (lambda a: a.enable_pdmux, "leave it out: it captures a graph for each of its streams"),
     "--enable-lora": (lambda a: a.enable_lora or a.lora_paths, "leave out --enable-lora and --lora-paths"),
     "--enable-return-routed-experts": (lambda a: a.enable_return_routed_experts, "leave it out"),
     "--enable-return-indexer-topk": (lambda a: a.enable_return_indexer_topk, "leave it out"),
