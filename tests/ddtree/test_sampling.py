@@ -108,31 +108,70 @@ def test_a_biased_walk_is_found_out(temperature):
     assert p_value(biased_walk(tree, node_probabilities(tree, temperature)), temperature) < SIGNIFICANCE
 
 
+def sampling_of(requests: int, **changes):
+    """Upstream's description of a batch that samples at temperature 1 without filters, with these tensors instead."""
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    given = {
+        "temperatures": torch.ones(requests, 1),
+        "top_ps": torch.ones(requests),
+        "top_ks": torch.full((requests,), VOCAB),
+        "min_ps": torch.zeros(requests),
+    }
+    return SamplingBatchInfo(
+        **given | changes,
+        is_all_greedy=False,
+        is_any_greedy=False,
+        need_top_p_sampling="top_ps" in changes,
+        need_top_k_sampling="top_ks" in changes,
+        need_min_p_sampling="min_ps" in changes,
+        vocab_size=VOCAB,
+        device="cpu",
+    )
+
+
+def drawn(logits: torch.Tensor, sampling, width: int) -> torch.Tensor:
+    """By the worker's own choice and upstream's sampler."""
+    from sglang.srt.layers.sampler import Sampler
+    from sglang_sm120.ddtree.verify import choose
+
+    sampler = types.SimpleNamespace(_sample_from_probs=functools.partial(Sampler._sample_from_probs, None))
+    return choose(logits, torch.zeros(len(logits)), sampling, sampler, width)
+
+
+SURE = {
+    "temperatures": torch.tensor([[1e-4], [1.0]]),
+    "top_ks": torch.tensor([1, VOCAB]),
+    "top_ps": torch.tensor([1e-6, 1.0]),
+    "min_ps": torch.tensor([1.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("setting", SURE)
+def test_all_nodes_of_a_request_are_drawn_by_its_own_settings(setting, monkeypatch):
+    """Two requests: the first one's settings leave the best token alone, the second one's leave all."""
+    pytest.importorskip("sglang", reason="the patched sglang is not installed here: run `make install`")
+    from sglang.srt.layers import sampler
+
+    in_torch = types.SimpleNamespace(kernel=types.SimpleNamespace(sampling_backend="pytorch"))
+    monkeypatch.setattr(sampler, "get_exec", lambda: in_torch)
+    torch.manual_seed(5)
+    width = 200
+    logits = torch.randn(2 * width, VOCAB)
+    choices = drawn(logits, sampling_of(2, **{setting: SURE[setting]}), width).view(2, width)
+    best = logits.argmax(-1).view(2, width)
+    assert torch.equal(choices[0], best[0])
+    assert (choices[1] != best[1]).sum() > width // 4
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_the_worker_draws_what_the_walk_needs(temperature):
     """The same test through `verify.choose` and upstream's sampler, from logits, 20,000 requests in one batch."""
     pytest.importorskip("sglang", reason="the patched sglang is not installed here: run `make install`")
-    from sglang.srt.layers.sampler import Sampler
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-    from sglang_sm120.ddtree.verify import choose
-
     torch.manual_seed(11)
     tree = draft_tree(topk=3, budget=8)
-    sampling = SamplingBatchInfo(
-        temperatures=torch.full((DRAWS, 1), temperature),
-        top_ps=torch.ones(DRAWS),
-        top_ks=torch.full((DRAWS,), VOCAB),
-        min_ps=torch.zeros(DRAWS),
-        is_all_greedy=False,
-        is_any_greedy=False,
-        need_top_p_sampling=False,
-        need_top_k_sampling=False,
-        need_min_p_sampling=False,
-        vocab_size=VOCAB,
-        device="cpu",
-    )
+    sampling = sampling_of(DRAWS, temperatures=torch.full((DRAWS, 1), temperature))
     logits = torch.stack([target_logits()[tuple(context_of(tree, node))] for node in range(tree.width)])
-    sampler = types.SimpleNamespace(_sample_from_probs=functools.partial(Sampler._sample_from_probs, None))
-    choices = choose(logits.repeat(DRAWS, 1), torch.zeros(DRAWS * tree.width), sampling, sampler, tree.width)
+    choices = drawn(logits.repeat(DRAWS, 1), sampling, tree.width)
     path = walk(tree, choices.view(DRAWS, tree.width))
     assert p_value(path, temperature) > SIGNIFICANCE

@@ -70,3 +70,30 @@ def test_only_an_armed_tail_is_live(captured):
     is_live = worker.calls[0][3]
     for armed in (False, True, True, False):
         assert settler.arm(armed) is armed and is_live.tolist() == [int(armed)]
+
+
+class Sm120MLABackend:
+    """By its name upstream knows that it needs no mask for a chain."""
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_the_target_is_captured_with_a_tree_and_the_drafter_without(monkeypatch, is_draft):
+    """What DFLASH captures for our backend is causal: a replay of it would verify trees as if they were chains."""
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang_sm120.ddtree import ALGORITHM_NAME, algorithm
+
+    load_plugins()
+    monkeypatch.setattr(algorithm, "_is_ddtree", lambda: True)
+    runner = types.SimpleNamespace(
+        spec_algorithm=SpeculativeAlgorithm.from_string(ALGORITHM_NAME),
+        attn_backend=Sm120MLABackend(),
+        is_draft_worker=is_draft,
+    )
+    graphs = types.SimpleNamespace(
+        model_runner=runner, captured_req_width=9, _capture_ragged_verify_layout=lambda _tokens: None
+    )
+    spec_info = DecodeCudaGraphRunner.get_spec_info(graphs, 9)
+    assert spec_info.draft_token_num == 9 and spec_info.custom_mask is None
+    assert getattr(spec_info, "has_tree_words", False) is not is_draft

@@ -16,9 +16,13 @@ from sglang_sm120.ddtree import tree as T
 
 @st.composite
 def drafts(draw, max_batch: int = 3):
-    """Ids and descending log-probabilities [B, D, K], with ties, impossible candidates and token 0, and a budget."""
+    """Ids and descending log-probabilities [B, D, K], with ties, impossible candidates and token 0, and a budget.
+
+    Some are a little above 0, as what a rounded normalizer leaves.
+    """
     batch, depth, topk = draw(st.integers(1, max_batch)), draw(st.integers(1, 7)), draw(st.integers(1, 8))
-    seed, kind = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from(["random", "ties", "flat", "sharp", "holes"]))
+    kind = draw(st.sampled_from(["random", "ties", "flat", "sharp", "holes", "above"]))
+    seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(batch, depth, 32)) * {"flat": 0.0, "sharp": 8.0}.get(kind, 2.0)
     if kind == "ties":
@@ -26,6 +30,8 @@ def drafts(draw, max_batch: int = 3):
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     order = np.argsort(-log_probs, axis=-1, kind="stable")[..., :topk]
     log_probs = np.take_along_axis(log_probs, order, -1).astype(np.float32)
+    if kind == "above":
+        log_probs += 0.01 - log_probs[..., :1]
     if kind == "holes":
         log_probs[..., rng.integers(0, topk) :] = -np.inf
     return (

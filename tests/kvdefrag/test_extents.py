@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang_sm120.kvdefrag import extents
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
@@ -148,26 +149,58 @@ def test_an_extent_is_given_up_if_its_row_was_cut_short():
     schedules.check(world)
 
 
+def test_rows_that_are_handed_out_give_their_last_owners_extents_back():
+    """Before anything is written to them: members of a beam search get rows without ever asking this allocator."""
+    world = World(100, max_requests=4, max_context=120, extent_tokens=32)
+    assert world.arrive(list(range(20)), 30)
+    row = world.running[0].kv.req_pool_idx
+    world.finish(world.running[0], cached=True)
+    assert world.allocator.reserved(row) == (20, 64)
+    assert row in world.rows.alloc_rows(4)
+    world.rows.req_to_token[row] = 7
+    assert world.allocator.reserved(row) == (0, 0)
+    schedules.check(world)
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_what_is_freed_may_be_overwritten_by_whoever_freed_it(in_group):
+    world = World(100, max_requests=4, max_context=120, extent_tokens=32)
+    slots = world.allocator.alloc(10).clone()
+    if in_group:
+        world.allocator.free_group_begin()
+    world.allocator.free(slots)
+    slots.fill_(3)
+    if in_group:
+        world.allocator.free_group_end()
+    schedules.check(world)
+
+
 def test_other_pools_are_left_alone_and_the_log_says_so(caplog):
     world = World(256, page_size=64, extent_tokens=16)
     assert not isinstance(world.allocator, extents.ExtentAllocator)
     assert "SGLANG_SM120_KV_EXTENT=16 has no effect: this server keeps" in caplog.text and "page size 64" in caplog.text
 
 
+def test_a_drafters_pool_shares_its_targets_allocator_without_a_word(caplog):
+    world = World(256, max_requests=4, extent_tokens=16)
+    assert extents.replace_allocator(world.allocator, world.rows, 16) is world.allocator
+    assert not caplog.text
+
+
 def serve_without_values() -> None:
     """Prefill, decode, free, merge and trim on tensors that have shapes but no values: reading one back raises."""
     with FakeTensorMode():
-        rows = SimpleNamespace(req_to_token=torch.zeros(9, 512, dtype=torch.int32), _aux_cache=None)
+        rows = ReqToTokenPool(8, 512, "cpu", False)
         stock = SimpleNamespace(size=600, dtype=torch.bfloat16, device="cpu", get_kvcache=lambda: None)
         allocator = extents.ExtentAllocator(stock, rows, 16)
-        reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=i + 1, kv_allocated_len=0)) for i in range(3)]
+        reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=i, kv_allocated_len=0)) for i in (6, 7, 8)]
         for _ in range(4):
             batch = SimpleNamespace(
                 reqs=list(reqs), prefix_lens=[0, 0, 0], extend_lens=[20, 30, 40], extend_num_tokens=90,
                 model_config=SimpleNamespace(is_encoder_decoder=False), seq_lens=torch.tensor([20, 30, 40]),
-                req_pool_indices=torch.tensor([1, 2, 3]), tree_cache=None,
+                req_pool_indices=torch.tensor([6, 7, 8]), tree_cache=None,
             )  # fmt: skip
-            rows._on_alloc_rows([1, 2, 3])
+            rows.free_rows(rows.alloc_rows(3))  # 6, 7, 8, which then belong to these requests
             allocator.plan_extend(batch)
             assert len(allocator.alloc(90)) == 90
             for req, length in zip(reqs, batch.extend_lens, strict=True):

@@ -91,7 +91,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         self._ahead = torch.arange(LOOKAHEAD_STEPS, device=stock.device)[:, None]
         self._tally = torch.zeros(stock.size + 1, dtype=torch.int64, device=stock.device)
         super().__init__(stock.size, stock.dtype, stock.device, stock.get_kvcache(), need_sort=False)
-        rows._on_alloc_rows = self._reclaim_rows
+        rows.register_on_alloc_rows(self._reclaim_rows)
 
     def clear(self) -> None:
         """Everything is free."""
@@ -421,8 +421,11 @@ def alloc_for_spec_decode(original: Callable[..., Any], tree_cache: BasePrefixCa
 
 
 def replace_allocator(allocator: Any, rows: ReqToTokenPool, extent_tokens: int) -> Any:
-    """The allocator to serve with: ours in place of upstream's plain token allocator, anything else as it is."""
-    if not extent_tokens:
+    """The allocator to serve with: ours in place of upstream's plain token allocator, anything else as it is.
+
+    A drafter is given its target's, which is ours by then.
+    """
+    if not extent_tokens or isinstance(allocator, ExtentAllocator):
         return allocator
     if type(allocator) is TokenToKVPoolAllocator and not allocator.need_sort:
         return ExtentAllocator(allocator, rows, extent_tokens)
