@@ -163,7 +163,7 @@ def test_the_kernel_gets_the_pool_itself(monkeypatch, kv_dtype):
 
 
 def test_wrappers_of_the_backend_may_call_it_as_they_call_flashinfers():
-    """A server with another decode backend, or with linear layers, plans prompts through upstream's wrappers."""
+    """A server with another decode backend plans prompts through upstream's wrapper."""
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 
     planned = []

@@ -110,7 +110,7 @@ def observed(monkeypatch: pytest.MonkeyPatch):
     """Seconds that reach the histogram, with a mocked device and metrics on."""
     seen: list[float] = []
     monkeypatch.setattr(torch, "get_device_module", lambda *_: SimpleNamespace(Event=Event))
-    monkeypatch.setattr(metrics, "_reports", lambda: True)
+    monkeypatch.setattr(metrics, "reports", lambda: True)
     monkeypatch.setattr(metrics, "_verify_seconds", lambda: SimpleNamespace(observe=seen.append))
     monkeypatch.setattr(Event, "done", False)
     metrics._device_timer.cache_clear()

@@ -49,6 +49,7 @@ def test_tensor_parallel_trees_of_adaptive_width_while_kv_moves(tmp_path, prompt
     assert any(answer["meta_info"]["cached_tokens"] for answer in cached)
     assert max(answer["meta_info"]["spec_accept_length"] for answer in cold) > 1.5, "drafts must be accepted"
     assert state["sm120_kv"]["refused_because"] is None and state["sm120_kv"]["passes"] > 10
+    assert metric(metrics, "sm120:kv_compaction_passes_total") == state["sm120_kv"]["passes"], "one rank counts"
     assert metric(metrics, "sglang:num_retracted_requests_total") > 0, "this load must make upstream retract"
 
 

@@ -65,8 +65,9 @@ def one_by_one(server, prompts) -> list[dict]:
 
 def test_lossless_one_by_one_cold(one_by_one, plain):
     assert tokens(one_by_one) == tokens(plain)
-    mean = sum(a["meta_info"]["spec_accept_length"] for a in one_by_one) / len(one_by_one)
-    assert mean > 1.3, "nothing was accepted"
+    steps = sum(a["meta_info"]["spec_verify_ct"] for a in one_by_one)
+    # 2.64 tokens a step; 2.42 where the drafter's KV is made of the wrong rows, which no answer would show.
+    assert len(one_by_one) * NEW_TOKENS / steps > 2.55, "the drafter sees less of the text than it should"
 
 
 @pytest.mark.usefixtures("one_by_one")

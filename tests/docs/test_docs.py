@@ -14,6 +14,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang_sm120.attention import select
 from sglang_sm120.ddtree import algorithm
+from transformers import PretrainedConfig
 
 from tools import serving_memory as memory
 
@@ -55,7 +56,10 @@ def recipes(text: str) -> list[list[str]]:
 
 
 def kimi() -> SimpleNamespace:
-    return SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, dtype=torch.bfloat16, hf_config=SimpleNamespace())
+    config, dtype = PretrainedConfig(), torch.bfloat16
+    return SimpleNamespace(
+        kv_lora_rank=512, qk_rope_head_dim=64, dtype=dtype, hf_config=config, linear_attn_registry_result=None
+    )
 
 
 def anchors(page: Path) -> set[str]:

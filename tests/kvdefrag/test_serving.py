@@ -28,6 +28,14 @@ def defragmenter(world: World, when: When, **options) -> serving.Defragmenter:
     return serving.Defragmenter(served, Settings(compact=when, compact_ms=1000, **options))
 
 
+def test_the_drafters_pool_is_moved_with_the_targets():
+    world = scattered()
+    assert serving.kv_pools(world.scheduler(world.pools[1:])) == world.pools and len(world.pools) > 1
+    plain = world.scheduler()
+    plain.draft_worker = None
+    assert serving.kv_pools(plain) == world.pools[:1]
+
+
 def test_auto_looks_now_and_then_and_compacts_below_the_threshold(monkeypatch):
     world = scattered()
     auto = defragmenter(world, When.AUTO)

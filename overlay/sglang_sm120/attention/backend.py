@@ -249,10 +249,6 @@ class Sm120MLABackend(AttentionBackend):
         else:  # upstream's two-part write is a Triton kernel
             self.token_to_kv_pool.set_kv_buffer(layer, loc, torch.cat([k, k_rope], dim=-1), k)
 
-    def support_triton(self) -> bool:
-        """Whether upstream may use its Triton helpers beside this backend."""
-        return self.uses_kernel
-
 
 def _ragged_prefill(model_runner: ModelRunner) -> FlashInferMLAAttnBackend:
     from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend

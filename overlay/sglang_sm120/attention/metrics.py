@@ -45,7 +45,7 @@ def observe_step(original: Callable[..., Any], runner: Any, forward_batch: Any, 
     nothing waits for the device.
     """
     global _planned
-    if not _reports():
+    if not reports():
         return original(runner, forward_batch, *args, **kwargs)
     verifies = forward_batch.forward_mode.is_target_verify() and not runner.is_draft_worker
     with _verify_timer(runner.device) if verifies else nullcontext():
@@ -64,11 +64,12 @@ def _count(plan: Plan) -> None:
 
 def count_fallback(mode: str) -> None:
     """Count one step of `mode` that ran eagerly although CUDA graphs are on."""
-    if _reports():
+    if reports():
         _counter("eager_fallbacks", "Steps that left their CUDA graph", "mode").labels(mode).inc()
 
 
-def _reports() -> bool:
+def reports() -> bool:
+    """Whether this process counts: of a tensor parallel group one rank does."""
     return get_observability().enable_metrics and get_parallel().attn_tp_rank == 0
 
 

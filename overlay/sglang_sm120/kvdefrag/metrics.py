@@ -1,4 +1,4 @@
-"""Gauges and counters of defragmentation in SGLang's own Prometheus endpoint (`--enable-metrics`)."""
+"""Gauges and counters of defragmentation in SGLang's own Prometheus endpoint (`--enable-metrics`), from one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from sglang.srt.runtime_context import get_observability
+from sglang_sm120.attention.metrics import reports
 
 if TYPE_CHECKING:
     from sglang_sm120.kvdefrag.census import Census
@@ -36,7 +36,7 @@ def _series() -> SimpleNamespace:
 
 def publish(census: Census) -> None:
     """Set the gauges to a census."""
-    if not get_observability().enable_metrics:
+    if not reports():
         return
     series = _series()
     series.contiguity.set(census.total.contiguity)
@@ -48,7 +48,7 @@ def publish(census: Census) -> None:
 
 def count_pass(units: int, seconds: float) -> None:
     """Count one pass that moved something."""
-    if not get_observability().enable_metrics:
+    if not reports():
         return
     series = _series()
     series.passes.inc()
