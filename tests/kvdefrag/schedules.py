@@ -17,7 +17,10 @@ def scale(page_size: int) -> int:
 
 
 def run(world: World, steps: int, after: Callable[[World], None]) -> None:
-    """Arrivals (half of them with a shared prefix), decode or verify, abort, retraction, eviction; `after` each."""
+    """Arrivals (half of them with a shared prefix), decode or verify, abort, retraction, eviction; `after` each.
+
+    Some verify steps get their slots before the step before them has been heard of, as overlap scheduling has it.
+    """
     random = Random(world.seed)
     longest = 40 * scale(world.page_size)
     shared = [[random.randrange(50) for _ in range(random.randint(1, longest))] for _ in range(3)]
@@ -33,6 +36,8 @@ def run(world: World, steps: int, after: Callable[[World], None]) -> None:
             world.retract(world.running[-1])
         elif event < 0.48:
             world.evict(random.randint(1, world.size))
+        elif world.verify_block and event < 0.6:
+            world.allocate_step()
         else:
             world.step()
         after(world)

@@ -117,7 +117,7 @@ def test_a_full_pool_trims_extents_before_it_refuses():
     assert free == 80
     assert world.allocator.alloc(free + 1) is None
     assert len(world.allocator.alloc(free).unique()) == free
-    assert world.allocator.reserved(row) == (64, 64) and world.allocator.available_size() == 0
+    assert world.allocator.reserved(row) == (0, 0) and world.allocator.available_size() == 0
 
 
 def test_cached_tokens_are_evicted_before_extents_are_trimmed():
@@ -172,6 +172,23 @@ def test_what_is_freed_may_be_overwritten_by_whoever_freed_it(in_group):
     slots.fill_(3)
     if in_group:
         world.allocator.free_group_end()
+    schedules.check(world)
+
+
+@pytest.mark.parametrize("take_back", [lambda a: a.trim(), lambda a: a.keep_extents_at({})], ids=["trim", "keep"])
+def test_a_verify_step_that_needs_nothing_leaves_no_extent_that_is_not_there(take_back):
+    """Under overlap a request's second step asks for what its first one has got: the host has seen nothing since."""
+    world = World(200, max_requests=4, max_context=160, verify_block=5, extent_tokens=16)
+    assert world.arrive(list(range(20)), 100)
+    world.step()
+    (req,) = world.running
+    before = world.rows.req_to_token[req.kv.req_pool_idx, : req.kv.kv_allocated_len].clone()
+    take_back(world.allocator)
+    for tokens in (0, 3):
+        end = req.kv.kv_allocated_len + tokens
+        assert world.allocator.reserve_verify_batch(world.tree, world.running, [end])
+        req.kv.kv_allocated_len = end
+    assert torch.equal(world.rows.req_to_token[req.kv.req_pool_idx, : len(before)], before)
     schedules.check(world)
 
 

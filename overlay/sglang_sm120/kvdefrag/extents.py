@@ -59,7 +59,7 @@ class DecodeSteps:
         """Whether a step is left for this very batch; when one changes, upstream makes a new list or a longer one."""
         return reqs is self.reqs and len(reqs) == len(self.rows) and self.done < len(self.slots)
 
-    def settle(self, start: list[int]) -> None:
+    def settle(self, start: list[int], _end: list[int]) -> None:
         """Write down how far each row has come."""
         for row in self.rows:
             start[row] += self.done
@@ -72,10 +72,10 @@ class VerifySteps:
     rows: list[int]
     allocated: list[int]
 
-    def settle(self, start: list[int]) -> None:
-        """Write down how far each row has come."""
+    def settle(self, start: list[int], end: list[int]) -> None:
+        """Write down how far each row has come; one that needed nothing may have no extent to come to."""
         for row, position in zip(self.rows, self.allocated, strict=True):
-            start[row] = position
+            start[row] = min(position, end[row])
 
 
 class ExtentAllocator(TokenToKVPoolAllocator):
@@ -98,9 +98,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         super().clear()
         self._staged: list[torch.Tensor] = []
         self._staged_tokens = 0
-        self._start = [0] * len(self._table)
-        self._end = [0] * len(self._table)
-        self._reserved_tokens = 0
+        self._forget_extents()
         self._steps: DecodeSteps | VerifySteps | None = None
         self.free_pages: torch.Tensor
         self.free_group: list[torch.Tensor] | None
@@ -174,7 +172,10 @@ class ExtentAllocator(TokenToKVPoolAllocator):
         """Give every reserved slot back to the free list."""
         for slots in self._reserved_slots():
             self._stage(slots)
-        self._start = list(self._end)
+        self._forget_extents()
+
+    def _forget_extents(self) -> None:
+        self._start, self._end = [0] * len(self._table), [0] * len(self._table)
         self._reserved_tokens = 0
 
     def reserved(self, row: int) -> tuple[int, int]:
@@ -211,7 +212,7 @@ class ExtentAllocator(TokenToKVPoolAllocator):
     def _settle(self) -> None:
         steps, self._steps = self._steps, None
         if steps is not None:
-            steps.settle(self._start)
+            steps.settle(self._start, self._end)
 
     def _reclaim_rows(self, rows: Sequence[int]) -> None:
         """Upstream hands rows to new requests: take back what their last owners had reserved."""
