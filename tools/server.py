@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -110,6 +111,21 @@ def exit_on_signals(leave: Callable[[int], object] = sys.exit) -> None:
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, end)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what a child gets is not for us
+    threading.Thread(target=_wake_main_thread, args=(reader,), daemon=True).start()
+
+
+def _wake_main_thread(reader: int) -> None:
+    """Send the main thread, in which handlers run, the first of ENDING_SIGNALS once more.
+
+    Of two at once Linux may give both to another thread; the main thread would go on to wait, for a lock say, forever.
+    """
+    while (number := os.read(reader, 1)[0]) not in ENDING_SIGNALS:
+        pass
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 @contextmanager

@@ -121,6 +121,34 @@ def test_signals_on_each_others_heels_end_tool_and_server(fifo):
     fifo.wait(select.POLLHUP)
 
 
+def test_a_signal_that_another_thread_gets_ends_the_tool():
+    """Linux gives both of two at once to the thread that is first to run; the main thread waits on."""
+    waiting = f"""{IMPORTS}
+import signal, threading
+server.exit_on_signals()
+threading.Timer(1, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+    assert subprocess.Popen([sys.executable, "-c", waiting], cwd=ROOT).wait(20) == 143
+
+
+def test_what_a_forked_child_gets_is_not_its_parents():
+    forking = f"""{IMPORTS}
+import signal, time
+server.exit_on_signals()
+child = os.fork()
+if not child:
+    time.sleep(30)
+time.sleep(0.5)
+os.kill(child, signal.SIGTERM)
+os.waitpid(child, 0)
+time.sleep(0.5)
+"""
+    assert subprocess.Popen([sys.executable, "-c", forking], cwd=ROOT).wait(20) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_while_a_server_is_ended_does_not_hold_up_the_exit(fifo, number):
     """The handler ends the server that `_stop` waits for already."""
