@@ -90,7 +90,7 @@ MUTANTS = [
         "series.py",
         "        if path.name not in texts:\n            path.unlink()\n",
         "        pass\n",
-        "interrupted_anywhere and export",
+        "dropped_in_the_checkout",
     ),
     ("verbs.py", "check_anchors(describe_series(checkout.repo, base, texts, tip))", "pass", "twin_function_gets"),
     ("verbs.py", "check_anchors(patches)", "pass", "refuses_a_wrong_anchor"),
