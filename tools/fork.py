@@ -117,7 +117,7 @@ def _kernels(project: Project, options: argparse.Namespace) -> KernelLibrary | N
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.fork", description="Pin, patch, build and rebase sglang. `VERB --help` has the options."
+        prog="python -m tools.fork", description="Pin, patch, build and rebase sglang. VERB --help has the options."
     )
     here = Path(__file__).parent.parent
     parser.add_argument("--project", type=Path, default=here, metavar="DIR", help="root of the fork (default: here)")
