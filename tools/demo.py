@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import io
 import signal
 import sys
 import textwrap
@@ -52,8 +53,9 @@ def main() -> None:
         if args.serve:
             print(f"serving at {up.url}; Ctrl-C ends it", flush=True)
             with suppress(KeyboardInterrupt):
-                while True:
-                    time.sleep(3600)
+                while (code := up.process.poll()) is None:
+                    time.sleep(1)
+                sys.exit(f"error: the server ended by itself ({code}): see {up.log}")
 
 
 def print_evidence(up: server.Server) -> None:
@@ -67,6 +69,8 @@ def print_evidence(up: server.Server) -> None:
 
 if __name__ == "__main__":
     server.exit_on_signals()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # whatever the terminal can show of the tree
     try:
         main()
     except KeyboardInterrupt:

@@ -19,6 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tools.port import free_port
 
 # Small pools keep start-up short: sizing them from free memory takes longer than all the rest. An idle server that
@@ -46,7 +48,7 @@ class Server:
 
     url: str
     log: Path
-    pid: int
+    process: subprocess.Popen
 
     def post(self, path: str, body: dict[str, Any] | bytes, timeout_s: float = 600) -> Any:
         """POST JSON (bytes are sent as they are), return JSON. Raises RuntimeError with the server's own refusal."""
@@ -156,9 +158,9 @@ def running(
             env=os.environ | SERVER_ENV | (CPU_ENV if _device(*defaults, *flags) == "cpu" else {}) | (env or {}),
         )
     _processes.add(process)
-    server = Server(f"http://127.0.0.1:{port}", log, process.pid)
+    server = Server(f"http://127.0.0.1:{port}", log, process)
     try:
-        _wait_ready(server, process, ready_timeout_s)
+        _wait_ready(server, port, ready_timeout_s)
         yield server
     finally:
         _stop(process)
@@ -170,19 +172,26 @@ def _device(*arguments: str) -> str:
     return next((value for flag, value in reversed([*pairwise(arguments)]) if flag == "--device"), "")
 
 
-def _wait_ready(server: Server, process: subprocess.Popen, timeout_s: float) -> None:
+def _wait_ready(server: Server, port: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(
-                f"the server exited with {process.returncode}; the end of {server.log}:\n{_tail(server.log)}"
-            )
-        try:
+        if (code := server.process.poll()) is not None:
+            raise RuntimeError(f"the server exited with {code}; the end of {server.log}:\n{_tail(server.log)}")
+        with suppress(OSError):  # urllib's are such
             server.get("/health", timeout_s=30)
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+            if _listens(server.process, port):
+                return
+        time.sleep(0.2)
     raise RuntimeError(f"the server was not ready in {timeout_s:.0f} s; the end of {server.log}:\n{_tail(server.log)}")
+
+
+def _listens(process: subprocess.Popen, port: int) -> bool:
+    """Whether it is this server that answers there: another one may have taken the port since it was found free."""
+    with suppress(psutil.Error):  # it has just ended
+        parent = psutil.Process(process.pid)
+        sockets = [s for one in (parent, *parent.children(recursive=True)) for s in one.net_connections("tcp")]
+        return any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets)
+    return False
 
 
 def _stop(process: subprocess.Popen) -> None:

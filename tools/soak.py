@@ -226,7 +226,7 @@ async def watch_health(up: server.Server, report: Report) -> None:
 def sample(up: server.Server, elapsed_s: float) -> dict[str, Any]:
     """The idle server: slots taken after the prefix cache is flushed, memory and handles of all its processes."""
     taken = idle_slots(up)
-    process = psutil.Process(up.pid)
+    process = psutil.Process(up.process.pid)
     family = [process, *process.children(recursive=True)]
     compaction = up.info()["internal_states"][0]["sm120_kv"]
     return {

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,7 +33,7 @@ def started(monkeypatch) -> list[tuple[str, dict[str, str]]]:
     @contextmanager
     def running(model, log, flags, env, defaults, timeout_s):
         starts.append((" ".join(flags), env))
-        up = server.Server("http://nowhere", log, 0)
+        up = server.Server("http://nowhere", log, Mock())
         up.get = lambda _path: json.dumps({"max_total_num_tokens": 10_000, "attention_backend": "x"})
         yield up
 

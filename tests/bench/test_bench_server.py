@@ -8,6 +8,7 @@ import math
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,7 +35,7 @@ def answering(step_s: float, accept: int = 1) -> server.Server:
             asked["input_ids"]
         )
 
-    up = server.Server("http://nowhere", Path("log"), 0)
+    up = server.Server("http://nowhere", Path("log"), Mock())
     up.post, up.get = post, lambda _path: ""
     return up
 

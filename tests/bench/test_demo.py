@@ -6,11 +6,13 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from tools import demo, server
+from tools import demo, draw_tree, server
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -34,6 +36,17 @@ def test_the_address_is_said_before_the_server_is_up(monkeypatch, capsys):
     port = start(monkeypatch)
     assert f"to answer at http://127.0.0.1:{port} ..." in capsys.readouterr().out
     assert start(monkeypatch, "--port", str(port)) == port
+
+
+def test_a_server_that_ends_by_itself_is_said_and_is_an_error(monkeypatch, tmp_path):
+    answer = {"text": "", "output_ids": [1], "meta_info": {"spec_accept_length": 1.0}}
+    up = Mock(**{"generate.return_value": [answer], "process.poll.side_effect": [None, -9], "log": tmp_path / "log"})
+    monkeypatch.setattr(server, "running", lambda *_, **__: nullcontext(up))
+    monkeypatch.setattr(demo, "print_evidence", lambda _up: None)
+    monkeypatch.setattr(draw_tree, "best_step", lambda *_: "")
+    monkeypatch.setattr("sys.argv", ["demo", "--serve"])
+    with pytest.raises(SystemExit, match=r"error: the server ended by itself \(-9\): see .*log"):
+        demo.main()
 
 
 @pytest.mark.parametrize("port", ["used", "70000", "http"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import pty
 import select
@@ -10,8 +11,11 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
+
+from tools import server
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,6 +113,30 @@ def test_ctrl_c_while_the_demo_starts_is_one_line_and_leaves_nothing(serve, tmp_
     _, said = demo.communicate(timeout=20)
     assert (demo.returncode, said) == (130, "interrupted: the server has ended\n")
     fifo.wait(select.POLLHUP)
+
+
+def test_another_server_at_the_port_is_not_taken_for_ours(tmp_path, monkeypatch):
+    """Both were started while the port was free; ours comes too late, and ends."""
+    slow = STAND_IN.replace("http.server.HTTPServer(", "time.sleep(2)\nhttp.server.HTTPServer(").replace(
+        'os.open(os.environ["FIFO"], os.O_WRONLY)', "1"
+    )
+    put_in_place(slow, tmp_path, monkeypatch)
+    answering = type("Answering", (http.server.SimpleHTTPRequestHandler,), {"do_GET": answer_at_once})
+    with http.server.HTTPServer(("127.0.0.1", 0), answering) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        port = other.server_address[1]
+        with (
+            pytest.raises(RuntimeError, match="the server exited with"),
+            server.running(Path("model"), tmp_path / "log", defaults=(), port=port),
+        ):
+            pass
+        other.shutdown()
+
+
+def answer_at_once(handler: http.server.BaseHTTPRequestHandler) -> None:
+    """200, whatever was asked."""
+    handler.send_response(200)
+    handler.end_headers()
 
 
 def test_signals_on_each_others_heels_end_tool_and_server(fifo):

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_no_proxy_stands_between_this_machine_and_itself(host, monkeypatch):
     monkeypatch.delenv("no_proxy", raising=False)
     with answering(json.dumps(INFO)) as url:
         assert client.server_info(url.replace("127.0.0.1", host), None) == INFO
-        assert server.Server(url, Path(), 0).info() == INFO
+        assert server.Server(url, Path(), Mock()).info() == INFO
     with pytest.raises(RuntimeError, match="Connection refused"):
         client.ask("http://elsewhere.invalid", "server_info", None)
 

@@ -198,6 +198,12 @@ def test_other_pools_are_left_alone_and_the_log_says_so(caplog):
     assert "SGLANG_SM120_KV_EXTENT=16 has no effect: this server keeps" in caplog.text and "page size 64" in caplog.text
 
 
+def test_streaming_sessions_keep_upstreams_allocator(caplog, monkeypatch):
+    monkeypatch.setattr(extents, "get_serving", lambda: SimpleNamespace(enable_streaming_session=True))
+    assert not isinstance(World(256, max_requests=4, extent_tokens=16).allocator, extents.ExtentAllocator)
+    assert "has no effect" in caplog.text and "--enable-streaming-session" in caplog.text
+
+
 def test_a_drafters_pool_shares_its_targets_allocator_without_a_word(caplog):
     world = World(256, max_requests=4, extent_tokens=16)
     assert extents.replace_allocator(world.allocator, world.rows, 16) is world.allocator

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.runtime_context import get_serving
 
 from sglang_sm120.kvdefrag.settings import EXTENT
 
@@ -428,9 +429,11 @@ def replace_allocator(allocator: Any, rows: ReqToTokenPool, extent_tokens: int) 
     """
     if not extent_tokens or isinstance(allocator, ExtentAllocator):
         return allocator
-    if type(allocator) is TokenToKVPoolAllocator and not allocator.need_sort:
+    sessions = get_serving().enable_streaming_session  # rows go from turn to turn: not known to be safe with extents
+    if type(allocator) is TokenToKVPoolAllocator and not allocator.need_sort and not sessions:
         return ExtentAllocator(allocator, rows, extent_tokens)
     what = f"{type(allocator).__name__} of page size {allocator.page_size}"
     what += ", sorted for PD disaggregation" if allocator.need_sort else ""
+    what += ", for --enable-streaming-session" if sessions else ""
     logger.warning("%s=%d has no effect: this server keeps upstream's %s.", EXTENT, extent_tokens, what)
     return allocator
