@@ -2,7 +2,8 @@
 
 References of ours live under refs/fork/: `upstream/VERSION` (imported tree, a root commit), `applied` (the tip we last
 wrote; what the user has beyond it is the user's), `pending` (the tip we are moving to), `series/VERSION` (the series
-where a rebase left or reached that release) and `saved/N` (what we moved away from, kept for the user).
+where a rebase left or reached that release), `carried/VERSION` (a series that a rebase reached without its user: it can
+be made again) and `saved/N` (what we moved away from, kept for the user).
 """
 
 import contextlib
@@ -169,12 +170,23 @@ class Checkout:
         """References to what was kept as `saved` or as `series`."""
         return self.repo.git.for_each_ref("--format=%(refname)", f"refs/fork/{kind}").split()
 
-    def keep_series(self, version: str, tip: str) -> None:
-        """Make refs/fork/series/VERSION `tip`; another series that it was stays as refs/fork/saved/N."""
+    def keep_series(self, version: str, tip: str, *, carried: bool = False) -> None:
+        """Make refs/fork/series/VERSION `tip`; another series of the user's that it was stays as refs/fork/saved/N.
+
+        `carried` says that the tool made `tip` from another series with no decision of the user's.
+        """
         reference = f"refs/fork/series/{version}"
-        if (before := resolve(self.repo, reference)) not in (None, tip):
+        before = resolve(self.repo, reference)
+        if before not in (None, tip) and not self.is_carried(version):
             keep(self.repo, before, f"an earlier series of {version}")
+        if carried and before != tip:  # what was the user's before stays the user's
+            self.repo.git.update_ref(f"refs/fork/carried/{version}", tip)
         self.repo.git.update_ref(reference, tip)
+
+    def is_carried(self, version: str) -> bool:
+        """Whether the kept series of `version` is one that the tool can make again."""
+        carried = resolve(self.repo, f"refs/fork/carried/{version}")
+        return carried is not None and carried == resolve(self.repo, f"refs/fork/series/{version}")
 
     def discard(self) -> None:
         """Save what is the user's, then make the working tree clean."""

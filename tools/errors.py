@@ -5,6 +5,7 @@ import time
 
 FORK = ".venv/bin/python -m tools.fork"
 """How messages tell the reader to call the tool where make has no word for it."""
+INTERRUPTED = "interrupted: run the same command again to go on"
 _FULL_DISK = re.compile(r"No space left|Out of diskspace|File too large|Disk quota exceeded")
 _START_S = time.monotonic()
 

@@ -104,6 +104,6 @@ def _explain(stderr: str, version: str | None, python_tag: str) -> str:
         if versions == "none":
             return f"the package index has no wheel of {wanted}: check the version and the Python"
         latest = ", ".join(versions.split(", ")[-5:])
-        return f"unknown version {version}: the package index offers for {python_tag}: {latest}"
+        return f"unknown version {version}: the newest that the package index offers for {python_tag} are {latest}"
     errors = [line for line in stderr.splitlines() if line.startswith("ERROR")] or stderr.splitlines()[-1:]
     return f"pip could not download {wanted}: {' '.join(errors) or 'it gave no reason'}"

@@ -10,7 +10,7 @@ from git import GitCommandError
 from packaging.version import InvalidVersion, Version
 
 from tools import kernels, rebase, verbs
-from tools.errors import ForkError, is_full_disk, say
+from tools.errors import FORK, INTERRUPTED, ForkError, is_full_disk, say
 from tools.fetch import fetch, releases
 from tools.install import install
 from tools.lock import read_lock
@@ -23,9 +23,11 @@ _FULL = "no space left on the disk: free some and run the same command again; no
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb. Returns the exit code; every failure is one `error:` line on stderr."""
+    rebasing = False
     try:
         options = _parser().parse_args(arguments)
         project = Project(options.project.resolve())
+        rebasing = options.verb == "rebase"
         with project.exclusive():
             _run(project, options)
     except (ForkError, kernels.KernelError) as error:
@@ -40,14 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
             return _fail(_FULL)
         return _fail(f"{error.strerror}: {error.filename}: check the path and its permissions")
     except KeyboardInterrupt:
-        return _fail("interrupted: run the same command again to go on")
+        if rebasing and project.rebase_state.exists():
+            return _fail(f"interrupted: go on with `{FORK} rebase --continue`, or `{FORK} rebase --abort`", 130)
+        return _fail(INTERRUPTED, 130)
     return 0
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = 1) -> int:
     sys.stdout.flush()  # in a pipe, what the message refers to would else come after it
     print(f"error: {message}", file=sys.stderr)
-    return 1
+    return code
 
 
 def _run(project: Project, options: argparse.Namespace) -> None:
@@ -94,8 +98,8 @@ def _rebase(project: Project, options: argparse.Namespace) -> None:
         pinned = read_lock(project.lock).version
         others = [version for version in releases(running_python_tag()) if version != pinned]
         raise ForkError(
-            "rebase needs a release, `make rebase TO=VERSION`: the package index offers, "
-            f"besides the pinned {pinned}, {', '.join(others[:5]) or 'none'}"
+            "rebase needs a release, `make rebase TO=VERSION`: the newest that the package index "
+            f"offers are, besides the pinned {pinned}, {', '.join(others[:5]) or 'none'}"
         )
 
 

@@ -43,7 +43,10 @@ def run(commands: dict[str, list[str]]) -> int:
     failed = []
     for name, command in commands.items():
         print(f"lint: {name}", flush=True)
-        if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+        # Ctrl-C reaches the check as well: its traceback is not for the reader, who gets our line.
+        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+        print(done.stderr, end="", file=sys.stderr, flush=True)
+        if done.returncode != 0:
             failed.append(name)
     if failed:
         print(f"error: {', '.join(failed)} failed (see above)", file=sys.stderr)

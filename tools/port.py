@@ -24,7 +24,8 @@ def open_port(text: str) -> int:
     try:
         return free_port(int(text))
     except (ValueError, OverflowError, OSError) as error:
-        raise argparse.ArgumentTypeError(f"cannot listen at {text} ({error}); give another one, or none") from error
+        reason = "it is no number" if isinstance(error, ValueError) else error
+        raise argparse.ArgumentTypeError(f"cannot listen at {text} ({reason}); give another one, or none") from error
 
 
 if __name__ == "__main__":

@@ -102,6 +102,11 @@ class State:
         """Patches before."""
         return len(self.todo) + len(self.results)
 
+    @property
+    def by_machine(self) -> bool:
+        """Whether nothing in the series so far is the user's decision or resolution: it can be made again."""
+        return all(result == CLEAN for _, result in self.results)
+
     def save(self, path: Path) -> None:
         """Write build/rebase.json atomically."""
         write_atomic(path, (json.dumps(asdict(self), indent=2) + "\n").encode())
@@ -177,9 +182,20 @@ def abort(project: Project) -> None:
     if state.stopped and project.rebase.exists():
         worktree = open_repo(project.rebase)
         worktree.git.add("--all")
-        keep(checkout.repo, _commit(worktree, state.todo[0][1], worktree.git.write_tree(), "HEAD"), "rebase given up")
+        tree, head = worktree.git.write_tree(), worktree.git.rev_parse("HEAD")
+        if not state.by_machine or head != state.tip or tree != _stopped_tree(checkout, state):
+            keep(checkout.repo, _commit(worktree, state.todo[0][1], tree, head), "rebase given up")
     _close(project, checkout)
     say(f"rebase {state.title} given up; patches/ and upstream.lock are as they were")
+
+
+def _stopped_tree(checkout: Checkout, state: State) -> str:
+    """Git tree of all files as git left them when it stopped, conflict markers among them, made once more."""
+    slug, commit = state.todo[0]
+    with checkout.scratch_worktree(state.tip, with_files=True) as worktree:
+        carry(worktree, describe(worktree, commit, slug))
+        worktree.git.add("--all")
+        return worktree.git.write_tree()
 
 
 def drift(project: Project, version: str | None) -> None:
@@ -339,7 +355,7 @@ def _finish(project: Project, checkout: Checkout, state: State) -> None:
     state.finishing = True
     state.save(project.rebase_state)
     checkout.keep_series(old.version, state.old_tip)
-    checkout.keep_series(new.version, tip)
+    checkout.keep_series(new.version, tip, carried=state.by_machine)
     write_lock(project.lock_left_at(old.version), old)
     report = project.upgrades / f"{state.title}.md"
     write_atomic(report, _report(old, new, state.results, dropped, range_diff).encode())

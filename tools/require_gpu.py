@@ -7,14 +7,15 @@ import sys
 
 import torch
 
+from tools.gpu import MISSING
+
 
 def found() -> bool:
     """Whether there is a CUDA device; says what to do if not."""
     if torch.cuda.is_available():
         return True
     build = "" if torch.version.cuda else f"; PyTorch {torch.__version__} is built without CUDA, PyPI's is with it"
-    print("error: no CUDA device here: run this on the machine with the GPUs (`nvidia-smi` must list them; "
-          f"without a GPU: make demo, make serve-tiny){build}", file=sys.stderr)  # fmt: skip
+    print(f"error: {MISSING}{build}", file=sys.stderr)
     return False
 
 

@@ -29,7 +29,10 @@ def main():
         return 0
     if not same_python():
         print("setup: making .venv with Python %d.%d" % sys.version_info[:2], flush=True)
-        if subprocess.call([sys.executable, "-m", "venv", "--clear", VENV]) != 0:
+        # Ctrl-C reaches venv as well, whose traceback is not for the reader.
+        made = subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], stderr=subprocess.PIPE)
+        if made.returncode != 0:
+            sys.stderr.write(made.stderr.decode())
             return fail("cannot make .venv: install Python's venv module (Debian: apt install python3-venv)")
     print("setup: installing %s" % ", ".join(os.path.relpath(path, ROOT) for path in REQUIREMENTS), flush=True)
     command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]

@@ -255,11 +255,12 @@ def clean(project: Project, *, force: bool) -> None:
         checkout = Checkout.open(project)
         checkout.require_untouched()
         if kept := [*checkout.kept("saved"), *_uncommitted_series(project, checkout)]:
-            folder = f"../../kept/{kept[0].removeprefix('refs/fork/')}"
-            write = f"git -C build/checkout format-patch -o {folder} {kept[0]} --not --glob=refs/fork/upstream"
+            for reference in kept:
+                folder = f"../../kept/{reference.removeprefix('refs/fork/')}"
+                print(f"git -C build/checkout format-patch -o {folder} {reference} --not --glob=refs/fork/upstream")
             raise ForkError(
-                f"build/checkout keeps work that is nowhere else ({', '.join(kept)}): write each to a folder with "
-                f"`{write}`; `{FORK} clean --force` then, or to lose it"
+                f"build/checkout keeps work that is nowhere else ({', '.join(kept)}): write it to folders with the "
+                f"commands above; `{FORK} clean --force` then, or to lose it"
             )
     for path in project.build.iterdir():
         if path.is_dir():
@@ -269,11 +270,17 @@ def clean(project: Project, *, force: bool) -> None:
 
 
 def _uncommitted_series(project: Project, checkout: Checkout) -> list[str]:
-    """References to series of rebases with a patch that is neither in patches/ nor in a commit of this repository."""
+    """References to series of rebases with a patch that is neither in patches/ nor in a commit of this repository.
+
+    What a rebase carried without its user is left out: it can be made again from the series that it left.
+    """
     known = committed_blobs(project.root, "patches") | {blob_id(p.read_bytes()) for p in patch_files(project)}
     found = []
     for reference in checkout.kept("series"):
-        base = f"refs/fork/upstream/{reference.rpartition('/')[2]}"
+        version = reference.rpartition("/")[2]
+        if checkout.is_carried(version):
+            continue
+        base = f"refs/fork/upstream/{version}"
         texts = format_series(project, checkout.repo, base, reference).values()
         if not known.issuperset(map(blob_id, texts)):
             found.append(reference)

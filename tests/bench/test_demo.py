@@ -75,6 +75,7 @@ def test_make_refuses_a_port_before_it_builds(target, tmp_path):
     refused = make("PORT=70000")
     assert refused.returncode == 2 and refused.stdout == ""
     error, _ = refused.stderr.splitlines()  # the other line is make's
+    assert "error: PORT: cannot listen at http (it is no number); give" in make("PORT=http").stderr
     assert error.startswith("error: PORT: cannot listen at 70000 (")
     assert make("PORT=1", "--dry-run").stdout.splitlines()[-1].count("--port 1") == 1
     assert "--port" not in make("--dry-run").stdout and "setup.py" in make().stderr

@@ -39,6 +39,12 @@ MUTANTS = [
     ("fork.py", "if is_full_disk(stderr):", "if False:", "full_disk"),
     ("fork.py", "    sys.stdout.flush()", "    pass", "in_a_pipe"),
     ("fork.py", "except KeyboardInterrupt:", "except ZeroDivisionError:", "sigint"),
+    ("fork.py", "if rebasing and", "if False and", "sigint_in_a_rebase"),
+    ("__init__.py", "sys.excepthook = _report", "", "imports_too"),
+    ("checkout.py", "and not self.is_carried(version)", "", "no_trace_of_what"),
+    ("rebase.py", ", carried=state.by_machine", ", carried=True", "user_decided_in_a_rebase"),
+    ("rebase.py", " or tree != _stopped_tree(checkout, state)", "", "abort_keeps_an_edited"),
+    ("rebase.py", "not state.by_machine or head", "head", "resolved_before_the_stop"),
     ("git.py", '"diff.noprefix": "false",', "", "users_git_configuration"),
     ("git.py", '(info / "attributes").write_text', "len", "keeps_every_byte"),
     (
@@ -125,7 +131,7 @@ MUTANTS = [
     ("verbs.py", '[*checkout.kept("saved"), *', "[*", "discard_keeps"),
     ("verbs.py", ", *_uncommitted_series(project, checkout)]", "]", "never_committed"),
     ("git.py", '"--objects", "--all"', '"--objects", "HEAD^..HEAD"', "never_committed"),
-    ("setup.py", "except KeyboardInterrupt:", "except ZeroDivisionError:", "while_pip_runs"),
+    ("setup.py", "except KeyboardInterrupt:", "except ZeroDivisionError:", "ctrl_c_in_setup"),
     ("wheel.py", 'os.environ["SOURCE_DATE_EPOCH"] = str(_TIME_UNIX_S)', "pass", "two_builds"),
     (
         "wheel.py",

@@ -2,11 +2,12 @@
 
 import fcntl
 import os
-import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,9 @@ def test_release_without_a_wheel_for_every_python(toy: Toy) -> None:
 
 def test_unknown_version(toy: Toy) -> None:
     before = toy.state()
-    assert "unknown version 9.9: the package index offers for cp311: 1.0" in toy.error("rebase", "9.9")
+    assert "unknown version 9.9: the newest that the package index offers for cp311 are 1.0" in toy.error(
+        "rebase", "9.9"
+    )
     assert toy.state() == before
 
 
@@ -203,7 +206,8 @@ def test_discard_keeps_commits_and_uncommitted_work(hooked: Toy) -> None:
     assert "edited" in saved_text(hooked, "sglang/server.py")
     refused = hooked.error("clean")
     assert "work that is nowhere else (refs/fork/saved/1, refs/fork/saved/2)" in refused
-    written = "".join(path.read_text() for path in written_out(hooked, refused))
+    written = "".join(path.read_text() for path in written_out(hooked))
+    assert [folder.name for folder in sorted((hooked.root / "kept" / "saved").iterdir())] == ["1", "2"]
     assert "+edited" in written and "+untracked" in written and "Subject: [PATCH 2/3] Mine" in written
     assert "untracked" in [
         hooked.git("show", f"{reference}:mine.py")
@@ -222,10 +226,10 @@ def test_what_is_saved_never_takes_the_place_of_what_was(hooked: Toy) -> None:
     assert saved_text(hooked, "mine.py") == ["second", "third"]
 
 
-def written_out(toy: Toy, refused: str) -> list[Path]:
-    """Patches that the command gives which a refused `clean` prints."""
-    (command,) = re.findall("`(git -C build/checkout format-patch [^`]*)`", refused)
-    toy.git(*command.split()[1:], at=toy.root)
+def written_out(toy: Toy) -> list[Path]:
+    """Patches that the commands give which a refused `clean` prints."""
+    for command in toy.fork("clean").stdout.splitlines():
+        toy.git(*command.split()[1:], at=toy.root)
     return sorted((toy.root / "kept").rglob("*.patch"))
 
 
@@ -237,7 +241,7 @@ def test_clean_keeps_a_series_that_was_never_committed(hooked: Toy) -> None:
     assert path.read_bytes() != before
     refused = hooked.error("clean")
     assert "nowhere else (refs/fork/series/1.0)" in refused and f"`{FORK} clean --force`" in refused
-    (written,) = written_out(hooked, refused)
+    (written,) = written_out(hooked)
     assert [line for line in written.read_bytes().splitlines() if line.startswith(b"+")] == [
         line for line in before.splitlines() if line.startswith(b"+")
     ]
@@ -249,6 +253,28 @@ def test_clean_keeps_a_series_that_was_never_committed(hooked: Toy) -> None:
         hooked.git("commit", "--quiet", "-m", "Patches", at=hooked.root)
     hooked.ok("clean")
     assert not hooked.checkout.exists()
+
+
+def test_clean_leaves_no_trace_of_what_a_rebase_can_make_again(hooked: Toy) -> None:
+    """There and back, and away once more with another patch: no user touched 1.1's series."""
+    hooked.release("1.1", {"sglang/engine.py": "# moved\n" + FILES["sglang/engine.py"]})
+    for version in ("1.1", "1.0"):
+        hooked.ok("rebase", version)
+    hooked.commit("sglang/server.py", "    check(port)", "    check(0)", "Mine", "sglang/server.py::serve")
+    hooked.ok("export")
+    for version in ("1.1", "1.0"):
+        hooked.ok("rebase", version)
+    assert "nowhere else (refs/fork/saved/1)" in hooked.error("clean"), "the exported series before Mine is the user's"
+    hooked.git("update-ref", "-d", "refs/fork/saved/1")
+    hooked.ok("clean")
+    assert not hooked.checkout.exists()
+
+
+def test_clean_keeps_what_a_user_decided_in_a_rebase(hooked: Toy) -> None:
+    hooked.release("1.1", {"sglang/engine.py": FILES["sglang/engine.py"].replace("class Engine", "class Runner")})
+    hooked.ok("rebase", "1.1", "--accept", "Hook-run")
+    hooked.ok("rebase", "1.0", "--accept", "Hook-run")
+    assert "nowhere else (refs/fork/series/1.1)" in hooked.error("clean")
 
 
 def test_another_command_is_running(toy: Toy) -> None:
@@ -281,15 +307,41 @@ def test_python_too_old_or_too_new(version: tuple[int, ...], word: str) -> None:
     )
 
 
-def test_ctrl_c_while_pip_runs_is_one_line(tmp_path: Path) -> None:
+INTERRUPT = "import os, signal, time; os.kill(os.{}(), signal.SIGINT); time.sleep(0.1); raise KeyboardInterrupt"
+
+
+def interrupted(folder: Path, stand_in: str, *command: str) -> tuple[int, str]:
+    """Exit code and stderr of Python with `command`, where the module `stand_in`, or its process, gets Ctrl-C."""
+    process = "getppid" if stand_in in ("ruff", "venv") else "getpid"  # those run in a process of their own
+    (folder / f"{stand_in}.py").write_text(INTERRUPT.format(process))
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # as in a terminal, wherever the tests run
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=TOOLS_ROOT,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=heeded,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "command"),
+    [("torch", "require_gpu"), ("torch", "kernels bench"), ("git", "fork check"), ("ruff", "lint")],
+)
+def test_ctrl_c_is_one_line_during_imports_too(stand_in: str, command: str, tmp_path: Path) -> None:
+    said = interrupted(tmp_path, stand_in, "-m", *f"tools.{command}".split())
+    assert said == (130, "error: interrupted: run the same command again to go on\n")
+
+
+def test_ctrl_c_in_setup_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     for name in ("setup.py", "requirements.txt", "requirements-cpu.txt"):
         shutil.copy(TOOLS_ROOT / "tools" / name, tmp_path / "tools")
-    interrupted = "import runpy, subprocess\ndef call(*_):\n    raise KeyboardInterrupt\nsubprocess.call = call\n"
-    code = f"{interrupted}runpy.run_path({str(tmp_path / 'tools' / 'setup.py')!r}, run_name='__main__')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 130
-    assert result.stderr == "error: interrupted: run the same command again to go on\n"
+    said = interrupted(tmp_path, "venv", str(tmp_path / "tools" / "setup.py"))
+    assert said == (130, "error: interrupted: run the same command again to go on\n")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from git.cmd import Git
-from toy import ENGINE, Toy, copy
+from toy import ENGINE, FORK, Toy, copy
 
 from tools import fetch, fork
 from tools.project import Project
@@ -192,10 +192,11 @@ def test_switch_killed_inside_git(hooked: Toy) -> None:
     assert hooked.state() == before
 
 
-def test_sigint_ends_with_one_line(hooked: Toy) -> None:
+def interrupted(toy: Toy, *arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of a verb that Ctrl-C ends at its first call of git."""
     child = os.fork()
     if child == 0:
-        with (hooked.root / "stderr").open("w") as handle:
+        with (toy.root / "stderr").open("w") as handle:
             os.dup2(handle.fileno(), 2)
             sys.stderr = os.fdopen(2, "w", buffering=1)
 
@@ -203,7 +204,19 @@ def test_sigint_ends_with_one_line(hooked: Toy) -> None:
                 raise KeyboardInterrupt
 
             Git.execute = interrupt
-            os._exit(fork.main(["--project", str(hooked.root), "apply"]))
+            os._exit(fork.main(["--project", str(toy.root), *arguments]))
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 1
-    assert (hooked.root / "stderr").read_text() == "error: interrupted: run the same command again to go on\n"
+    return os.waitstatus_to_exitcode(status), (toy.root / "stderr").read_text()
+
+
+def test_sigint_ends_with_one_line(hooked: Toy) -> None:
+    said = interrupted(hooked, "apply")
+    assert said == (130, "error: interrupted: run the same command again to go on\n")
+
+
+def test_sigint_in_a_rebase_names_the_commands_that_go_on(hooked: Toy) -> None:
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace("class Engine", "class Runner")})
+    hooked.error("rebase", "1.1")
+    code, said = interrupted(hooked, "rebase", "--continue", "--accept", "Hook-run")
+    assert code == 130
+    assert said == f"error: interrupted: go on with `{FORK} rebase --continue`, or `{FORK} rebase --abort`\n"

@@ -250,6 +250,35 @@ def test_abort_restores_and_keeps_what_was_done(hooked: Toy) -> None:
     assert "no rebase is in progress" in hooked.error("rebase", "--continue")
 
 
+def test_abort_of_an_untouched_rebase_keeps_nothing(hooked: Toy) -> None:
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, RUN.replace("size", "count"))})
+    assert "conflict" in hooked.error("rebase", "1.1")
+    hooked.ok("rebase", "--abort")
+    assert not hooked.git("for-each-ref", "refs/fork/saved")
+    hooked.ok("clean")
+
+
+def test_abort_keeps_an_edited_file(hooked: Toy) -> None:
+    hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, RUN.replace("size", "count"))})
+    hooked.error("rebase", "1.1")
+    with (hooked.rebase / "sglang" / "engine.py").open("a") as file:
+        file.write("mine = 1\n")
+    hooked.ok("rebase", "--abort")
+    assert hooked.git("show", "refs/fork/saved/1:sglang/engine.py").endswith("mine = 1")
+
+
+def test_abort_keeps_the_patch_resolved_before_the_stop(hooked: Toy) -> None:
+    guard_port(hooked)
+    hooked.ok("export")
+    changed = {"sglang/engine.py": ENGINE.replace(RUN, RUN.replace("size", "count")), "sglang/server.py": None}
+    hooked.release("1.1", changed)
+    hooked.error("rebase", "1.1")
+    (hooked.rebase / "sglang" / "engine.py").write_text(ENGINE.replace(RUN, HOOKED_RUN.replace("size", "count")))
+    assert "Guard-port: target gone" in hooked.error("rebase", "--continue")
+    hooked.ok("rebase", "--abort")
+    assert "hooks.run(count)" in hooked.git("show", "refs/fork/saved/1:sglang/engine.py")
+
+
 def test_commit_made_while_resolving_becomes_the_patch(hooked: Toy) -> None:
     hooked.release("1.1", {"sglang/engine.py": ENGINE.replace(RUN, RUN.replace("size", "count"))})
     assert "conflict" in hooked.error("rebase", "1.1")

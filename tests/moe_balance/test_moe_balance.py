@@ -105,6 +105,11 @@ def test_read_leaves_out_idle_steps_dense_layers_and_copies(tmp_path):
         (lambda p: dump(p, torch.ones(2, 2, 8)), ["--copies", 2], "no multiples of --copies 2"),
         (
             lambda p: dump(p, torch.ones(2, 2, 8)),
+            ["--ranks", 3],
+            "--ranks 3: 8 experts do not divide by it",
+        ),
+        (
+            lambda p: dump(p, torch.ones(2, 2, 8)),
             ["--ranks", 4, "--redundant", 3],
             "--redundant 3: 8 experts and 3 more",
         ),

@@ -33,6 +33,8 @@ def findings(
                 f"of --ranks {ranks}"
             )
         if extra < 0 or (experts + extra) % ranks:
+            if extra == 0:
+                raise ValueError(f"--ranks {ranks}: {experts} experts do not divide by it; --redundant could add some")
             raise ValueError(
                 f"--redundant {extra}: {experts} experts and {extra} more do not divide by --ranks {ranks}"
             )
