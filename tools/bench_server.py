@@ -36,15 +36,16 @@ STOCK = shlex.split(
     "--prefill-attention-backend flashinfer --decode-attention-backend triton --speculative-attention-mode decode"
 )
 BACKENDS = {"stock": STOCK, "ours": OURS}
-MODES = ("plain", "chain-q8", "chain-q16", "ddtree-q8")
+EAGER = [*OURS, "--cuda-graph-backend-decode", "disabled"]
+MODES = ("plain", "chain-q8", "chain-q16", "ddtree-q8", "ddtree-q16")
 KV_DTYPES = ("auto", "fp8_e4m3")
 # The drafter reads this much context on both sides: its own attention is upstream's and not what is compared.
 DRAFT_WINDOW_TOKENS = 4096
-REPEATS, PROMPT_REPEATS = 5, 3
+REPEATS = PROMPT_REPEATS = 3
 # A step's time is a difference of two calls: one of few steps, and one of as many more as take about SPAN_S. A batch's
 # requests arrive one after the other, so the few take so long that the first is not done before the last has come.
 FEW_STEPS = 2
-LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 128, 0.12
+LEAST_STEPS, MOST_STEPS, SPAN_S = 4, 256, 0.3
 SLOW_STEP_S = 0.15
 TAIL_TOKENS = 16
 # Of the 50 prompts that are answered greedily.
@@ -61,7 +62,8 @@ def prompt_ids(seed: int, tokens: int) -> list[int]:
 def variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
     """Flags of every server of the speed table, by `who-mode-kv`; each GPU takes a KV dtype."""
     longest = max(args.contexts)
-    pool = shlex.split(f"--max-total-tokens {longest + 115_000} --context-length {longest + 4000}")
+    # Metrics are what makes a server say when a prompt was done.
+    pool = shlex.split(f"--max-total-tokens {longest + 115_000} --context-length {longest + 4000} --enable-metrics")
     flags = {}
     for who, mode, kv in itertools.product(BACKENDS, args.modes, args.kv_dtypes):
         if variant(who, mode, kv) != f"{who}-{mode}-{kv}":
@@ -84,6 +86,14 @@ def variants(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
 def variant(who: str, mode: str, kv: str) -> str:
     """The server that a row is measured on. Stock has no DDTREE: its chain is compared."""
     return f"{who}-{mode.replace('ddtree', 'chain') if who == 'stock' else mode}-{kv}"
+
+
+def by_width(modes: Iterable[str]) -> list[list[str]]:
+    """The modes in groups that one server of stock serves."""
+    groups: dict[str, list[str]] = {}
+    for mode in modes:
+        groups.setdefault(variant("stock", mode, ""), []).append(mode)
+    return list(groups.values())
 
 
 def chain_flags(drafter: Path) -> list[str]:
@@ -114,61 +124,69 @@ def time_prefill(run: Run, kv: str, begin: int = 32_768, end: int = 131_072) -> 
         run.save()
 
 
-def measure(run: Run, prompt: list[int], mode: str, ctx: int, bs: int, kv: str) -> None:
-    """Append one row: medians of repeats that stock and ours take in turns; a slow step is taken fewer times."""
+def measure(run: Run, prompt: list[int], modes: list[str], ctx: int, bs: int, kv: str) -> None:
+    """Append a row for each of the modes, which stock serves alike: medians of repeats that the servers take in turns.
+
+    A step's time is taken from the end of the prompt, by the server's clock; a slow step is taken fewer times.
+    """
     prompts = [prompt[: ctx - TAIL_TOKENS] + prompt_ids(ctx + 1 + i, TAIL_TOKENS) for i in range(bs)]
     encoded = json.dumps(prompts)
-    per_step = 1 if mode == "plain" else SIMULATED_ACCEPT_LEN
-    ups = {who: run.ups[name] for who in BACKENDS if (name := variant(who, mode, kv)) in run.ups}
-    if not ups:
-        return
+    sides = {mode: {who: variant(who, mode, kv) for who in BACKENDS} for mode in modes}
+    names = [name for name in run.ups if any(name in side.values() for side in sides.values())]
+    few = dict.fromkeys(names, FEW_STEPS)
 
-    def run_steps(who: str, steps: int) -> list[dict[str, Any]]:
+    def run_steps(name: str, steps: int) -> list[dict[str, Any]]:
         """What the server says of each request that takes about so many steps."""
-        tokens = steps * (SIMULATED_ACCEPT_LEN if "-chain-" in variant(who, mode, kv) else 1)
-        return ask_encoded(ups[who], encoded, 1 + tokens, REQUEST_TIMEOUT_S)
+        tokens = steps * (SIMULATED_ACCEPT_LEN if "-chain-" in name else 1)
+        return ask_encoded(run.ups[name], encoded, 1 + tokens, REQUEST_TIMEOUT_S)
 
-    def seconds(who: str, steps: int) -> tuple[float, float]:
+    def seconds(name: str, steps: int) -> tuple[float, float]:
         """When the first and the last request are done, by the server's clock."""
-        times = [meta["e2e_latency"] for meta in run_steps(who, steps)]
+        times = [meta["e2e_latency"] for meta in run_steps(name, steps)]
         return min(times), max(times)
 
-    def step(who: str, steps: int) -> float:
+    def step(name: str, steps: int) -> float:
         """Seconds of one of about `steps` that follow the first few."""
-        few_steps, all_steps = (run_steps(who, count) for count in (few[who], few[who] + steps))
-        more_s, more_steps = (
-            max(meta[name] for meta in all_steps) - max(meta[name] for meta in few_steps)
-            for name in ("e2e_latency", "completion_tokens" if mode == "plain" else "spec_verify_ct")
-        )
-        return more_s / more_steps
+        (few_s, few_steps), (all_s, all_steps) = (decoded(run_steps(name, n)) for n in (few[name], few[name] + steps))
+        return (all_s - few_s) / (all_steps - few_steps)
 
-    few: dict[str, int] = {}
     more: dict[str, int] = {}
     samples: dict[str, list[float]] = {}
-    for who in ups:
-        seconds(who, 1)  # caches the tails
-        few[who] = together(partial(seconds, who), FEW_STEPS)
-        step_s = step(who, LEAST_STEPS)
-        more[who] = min(MOST_STEPS, max(LEAST_STEPS, round(SPAN_S / max(step_s, 1e-3))))
-        samples[who] = [step_s] if step_s > SLOW_STEP_S else []
+    for name in names:
+        seconds(name, 1)  # caches the tails
+        few[name] = together(partial(seconds, name), FEW_STEPS)
+        step_s = step(name, LEAST_STEPS)
+        more[name] = min(MOST_STEPS, max(LEAST_STEPS, round(SPAN_S / max(step_s, 1e-3))))
+        samples[name] = [step_s] if step_s > SLOW_STEP_S else []
     for _ in range(REPEATS):
-        for who, taken in samples.items():
+        for name, taken in samples.items():
             if len(taken) < 2 or taken[0] < SLOW_STEP_S:
-                taken.append(step(who, more[who]))
-    row: dict[str, Any] = {"mode": mode, "ctx": ctx, "bs": bs, "kv_dtype": kv, "kernel_hash": kernels.source_hash()}
-    for who in BACKENDS:
-        median_s = statistics.median(samples[who]) if who in ups else None
-        row[f"{who}_tok_s"] = median_s and bs * per_step / median_s
-        row[f"{who}_step_ms"] = median_s and 1e3 * median_s
-    run.results["rows"].append(row)
-    print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                taken.append(step(name, more[name]))
+    medians_s = {name: statistics.median(taken) for name, taken in samples.items()}
+    for mode, side in sides.items():
+        if not any(name in medians_s for name in side.values()):
+            continue
+        per_step = 1 if mode == "plain" else SIMULATED_ACCEPT_LEN
+        row: dict[str, Any] = {"mode": mode, "ctx": ctx, "bs": bs, "kv_dtype": kv, "kernel_hash": kernels.source_hash()}
+        for who, name in side.items():
+            median_s = medians_s.get(name)
+            row[f"{who}_tok_s"] = median_s and bs * per_step / median_s
+            row[f"{who}_step_ms"] = median_s and 1e3 * median_s
+        print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        run.results["rows"].append(row)
     run.save()
 
 
+def decoded(metas: list[dict[str, Any]]) -> tuple[float, int]:
+    """Seconds from the end of a batch's prompts to its last token, and steps in between."""
+    seconds = max(meta["request_finished_ts"] for meta in metas) - max(meta["prefill_finished_time"] for meta in metas)
+    return seconds, max(meta.get("spec_verify_ct", meta["completion_tokens"] - 1) for meta in metas)
+
+
 def measured(path: Path) -> set[tuple[Any, ...]]:
-    """Rows of an earlier run that need not be taken again: those of the present kernels with both sides."""
+    """Rows of an earlier run that need not be taken again: of the present kernels, with both sides and no note."""
     rows = json.loads(path.read_text())["rows"]
-    whole = [row for row in rows if row["stock_step_ms"] and row["ours_step_ms"]]
+    whole = [row for row in rows if row["stock_step_ms"] and row["ours_step_ms"] and not row.get("note")]
     return {_key(row) for row in whole if row["kernel_hash"] == kernels.source_hash()}
 
 
@@ -183,10 +201,11 @@ def speed(run: Run, args: argparse.Namespace) -> None:
 
     def fill(gpu: int) -> None:
         mine = args.kv_dtypes[gpu :: args.gpus]
-        for bs, kv, mode, ctx in itertools.product(args.batches, mine, args.modes, args.contexts):
-            if (mode, ctx, bs, kv) not in have and not run.late():
-                with run.attempt(f"{mode}, {ctx} tokens, batch {bs}, {kv}"):
-                    measure(run, prompt, mode, ctx, bs, kv)
+        for bs, kv, q, ctx in itertools.product(args.batches, mine, by_width(args.modes), args.contexts):
+            modes = [mode for mode in q if (mode, ctx, bs, kv) not in have]
+            if modes and not run.late():
+                with run.attempt(f"{' and '.join(modes)}, {ctx} tokens, batch {bs}, {kv}"):
+                    measure(run, prompt, modes, ctx, bs, kv)
 
     with ThreadPoolExecutor(args.gpus) as pool:
         try:
@@ -207,13 +226,13 @@ def cache_prompt(run: Run, names: list[str], prompt: list[int]) -> None:
 
 
 def equal_variants(args: argparse.Namespace, pair: Path) -> dict[str, list[str]]:
-    """Servers that only answer greedily: the trained pair on Triton, ours with and without graphs, on two GPUs."""
+    """Servers that only answer greedily: both models on Triton and without graphs, the trained pair on two GPUs."""
     chain = chain_flags(pair / "drafter")
     flags = {
         "trained-triton": ["--attention-backend", "triton"],
         "trained-stock": STOCK,
         "trained-ours": OURS,
-        "trained-eager": [*OURS, "--cuda-graph-backend-decode", "disabled"],
+        "trained-eager": EAGER,
         "trained-chain": [*OURS, *chain],
         "trained-fp8": [*OURS, "--kv-cache-dtype", "fp8_e4m3"],
     }
@@ -227,13 +246,15 @@ def equal_variants(args: argparse.Namespace, pair: Path) -> dict[str, list[str]]
         flags |= {"trained-tp2": two, "trained-tp2-chain": [*two, *chain], "trained-dp2": [*two, *data]}
     pool = shlex.split("--max-total-tokens 100000 --context-length 40000 --enable-metrics")
     trained = [*pool, "--model-path", str(pair / "target")]
-    return {"triton": [*pool, "--attention-backend", "triton"]} | {n: [*trained, *more] for n, more in flags.items()}
+    random_model = {"triton": [*pool, "--attention-backend", "triton"], "eager": [*pool, *EAGER]}
+    return random_model | {name: [*trained, *more] for name, more in flags.items()}
 
 
 # The first of each is upstream on both sides, Triton's prefill and FlashInfer's: its noise is the others' yardstick.
 RANDOM_PAIRS = [
     ("triton", "stock-plain-auto"),
     ("triton", "ours-plain-auto"),
+    ("ours-plain-auto", "eager"),
     ("ours-plain-auto", "ours-plain-fp8_e4m3"),
     ("stock-plain-auto", "stock-plain-fp8_e4m3"),
 ]

@@ -23,7 +23,8 @@ def run(tmp_path, monkeypatch) -> bench_run.Run:
 
 def meta_info(asked: dict[str, Any], seconds: float, accept: int = 1) -> dict[str, Any]:
     tokens = asked["sampling_params"]["max_new_tokens"]
-    return {"meta_info": {"e2e_latency": seconds, "completion_tokens": tokens, "spec_verify_ct": tokens / accept}}
+    times = {"e2e_latency": seconds, "prefill_finished_time": 7e8, "request_finished_ts": 7e8 + seconds}
+    return {"meta_info": times | {"completion_tokens": tokens, "spec_verify_ct": tokens / accept}}
 
 
 def answering(step_s: float, accept: int = 1) -> server.Server:
@@ -52,8 +53,8 @@ def test_a_missing_side_is_told_and_taken_again(run):
     assert run.results["prefill"] == [
         {"kv_dtype": "auto", "from": 8, "to": 16, "flashinfer_s": None, "ours_s": pytest.approx(0.01)}
     ]
-    bench_server.measure(run, bench_server.prompt_ids(0, 64), "plain", 64, 2, "auto")
-    bench_server.measure(run, bench_server.prompt_ids(0, 64), "chain-q8", 64, 2, "auto")
+    bench_server.measure(run, bench_server.prompt_ids(0, 64), ["plain"], 64, 2, "auto")
+    bench_server.measure(run, bench_server.prompt_ids(0, 64), ["chain-q8"], 64, 2, "auto")
     (row,) = run.results["rows"]
     assert (row["stock_step_ms"], row["ours_step_ms"]) == (None, pytest.approx(10))
     assert row["kernel_hash"] == kernels.source_hash()
@@ -63,13 +64,22 @@ def test_a_missing_side_is_told_and_taken_again(run):
     assert "| auto | - | 0.01 | - |" in page
 
 
-def test_steps_are_counted_and_ddtree_is_compared_with_stocks_chain(run):
+def test_modes_that_stock_serves_alike_are_measured_together_and_steps_are_counted(run):
     run.ups["stock-chain-q8-auto"] = answering(0.04, accept=4)
+    run.ups["ours-chain-q8-auto"] = answering(0.02, accept=4)
     run.ups["ours-ddtree-q8-auto"] = answering(0.01, accept=2)
-    bench_server.measure(run, bench_server.prompt_ids(0, 64), "ddtree-q8", 64, 1, "auto")
-    (row,) = run.results["rows"]
-    assert (row["stock_step_ms"], row["ours_step_ms"]) == (pytest.approx(40), pytest.approx(10))
-    assert (row["stock_tok_s"], row["ours_tok_s"]) == (pytest.approx(100), pytest.approx(400))
+    (modes,) = bench_server.by_width(["chain-q8", "ddtree-q8"])
+    bench_server.measure(run, bench_server.prompt_ids(0, 64), modes, 64, 1, "auto")
+    chain, tree = run.results["rows"]
+    assert (chain["mode"], tree["mode"]) == ("chain-q8", "ddtree-q8")
+    assert [row["stock_step_ms"] for row in (chain, tree)] == [pytest.approx(40, rel=1e-3)] * 2
+    assert [row["ours_step_ms"] for row in (chain, tree)] == pytest.approx([20, 10], rel=1e-3)
+    assert (tree["stock_tok_s"], tree["ours_tok_s"]) == (pytest.approx(100, 1e-3), pytest.approx(400, 1e-3))
+    assert bench_server.by_width(bench_server.MODES) == [
+        ["plain"],
+        ["chain-q8", "ddtree-q8"],
+        ["chain-q16", "ddtree-q16"],
+    ]
 
 
 def test_the_chain_by_ddtree_needs_one_server_more(run, monkeypatch):
@@ -100,7 +110,7 @@ def test_requests_that_come_one_after_the_other_are_timed_together(run, step_s):
 
     run.ups["ours-plain-auto"] = up = answering(0)
     up.post = post
-    bench_server.measure(run, bench_server.prompt_ids(0, 64), "plain", 64, 4, "auto")
+    bench_server.measure(run, bench_server.prompt_ids(0, 64), ["plain"], 64, 4, "auto")
     assert run.results["rows"][0]["ours_step_ms"] == pytest.approx(4 * 1e3 * step_s, rel=0.1)
 
 
