@@ -50,7 +50,7 @@ SLOW_STEP_S = 0.15
 TAIL_TOKENS = 16
 # Of the 50 prompts that are answered greedily.
 GREEDY_PROMPT_TOKENS = [1, 2, 7, 64, 65, 200, 511, 1000, 3000, 8000] * 4 + [12_000, 16_000] * 4 + [32_000, 31_999]
-TRAINED_LAYERS = 8
+TRAINED_LAYERS, TREE_BUDGET = 8, 16
 
 
 def prompt_ids(seed: int, tokens: int) -> list[int]:
@@ -228,12 +228,14 @@ def cache_prompt(run: Run, names: list[str], prompt: list[int]) -> None:
 def equal_variants(args: argparse.Namespace, pair: Path) -> dict[str, list[str]]:
     """Servers that only answer greedily: both models on Triton and without graphs, the trained pair on two GPUs."""
     chain = chain_flags(pair / "drafter")
+    tree = [*chain, "--speculative-algorithm", "DDTREE", "--speculative-ddtree-budget", str(TREE_BUDGET)]
     flags = {
         "trained-triton": ["--attention-backend", "triton"],
         "trained-stock": STOCK,
         "trained-ours": OURS,
         "trained-eager": EAGER,
         "trained-chain": [*OURS, *chain],
+        "trained-tree": [*OURS, *tree],
         "trained-fp8": [*OURS, "--kv-cache-dtype", "fp8_e4m3"],
     }
     one_gpu = ["--base-gpu-id", str(args.gpus - 1)]
@@ -243,7 +245,8 @@ def equal_variants(args: argparse.Namespace, pair: Path) -> dict[str, list[str]]
         nccl = ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         two = [*OURS, "--tp-size", "2", *nccl]
         data = ["--dp-size", "2", "--enable-dp-attention"]
-        flags |= {"trained-tp2": two, "trained-tp2-chain": [*two, *chain], "trained-dp2": [*two, *data]}
+        flags |= {"trained-tp2": two, "trained-tp2-chain": [*two, *chain], "trained-tp2-tree": [*two, *tree]}
+        flags["trained-dp2"] = [*two, *data]
     pool = shlex.split("--max-total-tokens 100000 --context-length 40000 --enable-metrics")
     trained = [*pool, "--model-path", str(pair / "target")]
     random_model = {"triton": [*pool, "--attention-backend", "triton"], "eager": [*pool, *EAGER]}
@@ -263,9 +266,11 @@ TRAINED_PAIRS = [
     ("trained-triton", "trained-ours"),
     ("trained-ours", "trained-eager"),
     ("trained-ours", "trained-chain"),
+    ("trained-ours", "trained-tree"),
     ("trained-ours", "trained-fp8"),
     ("trained-ours", "trained-tp2"),
     ("trained-tp2", "trained-tp2-chain"),
+    ("trained-tp2", "trained-tp2-tree"),
     ("trained-ours", "trained-dp2"),
 ]
 
