@@ -22,7 +22,7 @@ MUTANTS = [
     ("checkout.py", "if files := self.changed_files():", "if files := []:", "dirty_checkout"),
     ("checkout.py", "if self.head != self.applied:", "if False:", "diverged_checkout or dropped_in_the_checkout"),
     ("checkout.py", "if operation := self.operation():", "if operation := None:", "operation_in_progress"),
-    ("checkout.py", "not in (None, tip):", "is Ellipsis:", "another_rebase_left"),
+    ("checkout.py", "before not in (None, tip) and", "before is Ellipsis and", "another_rebase_left"),
     ("checkout.py", 'self.save("discarded")', "pass", "discard_keeps"),
     ("checkout.py", "        checkout._recover()\n", "", "inside_git"),
     ("checkout.py", "self.repo.git.update_ref(_PENDING, tip)", "pass", "interrupted_anywhere"),
