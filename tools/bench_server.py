@@ -201,8 +201,8 @@ def speed(run: Run, args: argparse.Namespace) -> None:
 
     def fill(gpu: int) -> None:
         mine = args.kv_dtypes[gpu :: args.gpus]
-        for bs, kv, q, ctx in itertools.product(args.batches, mine, by_width(args.modes), args.contexts):
-            modes = [mode for mode in q if (mode, ctx, bs, kv) not in have]
+        for bs, kv, alike, ctx in itertools.product(args.batches, mine, by_width(args.modes), args.contexts):
+            modes = [mode for mode in alike if (mode, ctx, bs, kv) not in have]
             if modes and not run.late():
                 with run.attempt(f"{' and '.join(modes)}, {ctx} tokens, batch {bs}, {kv}"):
                     measure(run, prompt, modes, ctx, bs, kv)

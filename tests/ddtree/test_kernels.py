@@ -15,6 +15,8 @@ import pytest
 import torch
 from sglang_sm120.ddtree import tree as trees
 
+from tools.kernels import MAX_SHARED_BYTES
+
 CASES = Path(__file__).with_name("kernel_cases.py")
 
 
@@ -27,8 +29,6 @@ def test_the_triton_kernels_are_the_torch_functions():
     assert "4 passed" in result.stdout, result.stdout
 
 
-# What sm_86, sm_89 and sm_120 grant a block.
-MAX_SHARED_BYTES = 101_376
 POINTERS = {torch.int64: "*i64", torch.int32: "*i32", torch.float32: "*fp32"}
 
 
