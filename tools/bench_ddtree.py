@@ -34,8 +34,12 @@ DISTINCT_TOKENS = 300_000
 # Text of a request, and how much is answered before all of a batch are sure to run: with the answer no longer than what
 # the pair was trained on, where that is enough.
 TEXT_TOKENS, FEW_TOKENS, MOST_FEW_TOKENS = 96, 8, 128
-# Of the answer; and how many texts a row has at least, in batches of its size.
-ANSWER_TOKENS, TEXTS = 128, 8
+# How much of an answer is timed, and of one whose steps are slow; and how many texts a row has at least, in batches of
+# its size.
+ANSWER_TOKENS, SLOW_ANSWER_TOKENS, TEXTS = 128, 64, 8
+SLOW_BATCH_TOKENS = 2_000_000
+# How often the modes take turns at each of a row's texts; where a batch is all of them, at that.
+ROUNDS, ROUNDS_OF_ONE = 3, 10
 # The adaptive width learns for so long before a row is measured.
 LEARNING_S = 10.0
 EXCERPT_STRIDE = 997
@@ -92,30 +96,23 @@ def answer(up: server.Server, encoded: str, tokens: int) -> list[tuple[float, in
     return [(info["e2e_latency"], info.get("spec_verify_ct", tokens - 1)) for info in infos]
 
 
-def rounds(texts: int, batch_tokens: int) -> int:
-    """How often each text is answered: a row of one text moves more, and steps are slow where there is much context."""
-    if batch_tokens > 2_000_000:
-        return 2
-    return 8 if texts == 1 else 3
-
-
 def first_and_last(up: server.Server, encoded: str, tokens: int) -> tuple[float, float]:
     """Seconds until the first and the last of the prompts has `tokens`."""
     seconds = [seconds for seconds, _ in answer(up, encoded, tokens)]
     return min(seconds), max(seconds)
 
 
-def decode(up: server.Server, encoded: str, few: int) -> tuple[float, float]:
+def decode(up: server.Server, encoded: str, few: int, tokens: int) -> tuple[float, float]:
     """Tokens per second of a batch while all of it runs, and tokens that a request commits a step.
 
-    Over ANSWER_TOKENS more than `few`. Requests commit unlike numbers a step and end one after the other; a step's time
-    is taken until the first one ends.
+    Over `tokens` more than `few`. Requests commit unlike numbers a step and end one after the other; a step's time is
+    taken until the first one ends.
     """
-    begun, ended = answer(up, encoded, few), answer(up, encoded, few + ANSWER_TOKENS)
+    begun, ended = answer(up, encoded, few), answer(up, encoded, few + tokens)
     steps = [after - before for (_, before), (_, after) in zip(begun, ended, strict=True)]
     first = min(range(len(ended)), key=lambda i: ended[i][0])
     step_s = (ended[first][0] - begun[first][0]) / steps[first]
-    accepted = [ANSWER_TOKENS / count for count in steps]
+    accepted = [tokens / count for count in steps]
     return sum(accepted) / step_s, statistics.fmean(accepted)
 
 
@@ -123,7 +120,7 @@ def learn(up: server.Server, encoded: list[str]) -> list[float]:
     """Let the adaptive width get used to a row: tokens per second, prompts apart, as the texts are answered in turn."""
     end, texts, rates = time.monotonic() + LEARNING_S, itertools.cycle(encoded), []
     while time.monotonic() < end:
-        rates.append(decode(up, next(texts), FEW_TOKENS)[0])
+        rates.append(decode(up, next(texts), FEW_TOKENS, ANSWER_TOKENS)[0])
     return rates
 
 
@@ -139,10 +136,10 @@ def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
     if "adaptive" in run.ups:
         row["learning_tok_s"] = learn(run.ups["adaptive"], encoded)
     taken: dict[str, list[list[tuple[float, float]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
-    for _, (at, batch), (mode, up) in itertools.product(
-        range(rounds(len(encoded), context * batch_size)), enumerate(encoded), run.ups.items()
-    ):
-        taken[mode][at].append(decode(up, batch, few[mode]))
+    rounds = ROUNDS if len(encoded) > 1 else ROUNDS_OF_ONE
+    tokens = SLOW_ANSWER_TOKENS if context * batch_size > SLOW_BATCH_TOKENS else ANSWER_TOKENS
+    for _, (at, batch), (mode, up) in itertools.product(range(rounds), enumerate(encoded), run.ups.items()):
+        taken[mode][at].append(decode(up, batch, few[mode], tokens))
     for mode, texts in taken.items():
         rates = [[rate for rate, _ in text] for text in texts]
         row |= {
