@@ -80,12 +80,9 @@ def _problems() -> Iterator[str]:
         yield "the plugin entry point is missing: SGLang does not see sm120_mla; reinstall the wheel"
     if not torch.cuda.is_available():
         return
-    if not ops.LIBRARY_PATH.exists():
-        yield "there is a GPU but the wheel has no kernels: build it where nvcc is found (`make wheel`)"
-        return
-    wanted = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    if wanted not in (target.removesuffix("a") for target in ops.library_targets()):
-        yield f"the kernels are not built for this GPU, {wanted}: build the wheel with ARCHS={wanted} before make"
+    problem = ops.library_problem(torch.cuda.get_device_capability())
+    if problem:
+        yield problem
 
 
 def _print_server(url: str, api_key: str | None) -> None:

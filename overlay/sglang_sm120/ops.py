@@ -24,6 +24,8 @@ MAX_BATCH = 16384
 MAX_HEADS = 128
 ABI = 3
 LIBRARY_PATH = Path(__file__).parent / "lib" / "libsm120_mla.so"
+# What the built kernels run on; bulk copies on 9.0 and 12.x, plain asynchronous copies on 8.x.
+KERNEL_MAJORS = (8, 9, 12)
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -56,11 +58,41 @@ def library_targets() -> list[str]:
     return sorted({name.decode() for name in re.findall(rb"-arch (sm_\w+) ", LIBRARY_PATH.read_bytes())})
 
 
+def library_problem(capability: tuple[int, int]) -> str | None:
+    """Why the library cannot serve on a GPU of that compute capability, and what to do; None if it can."""
+    major, minor = capability
+    if major not in KERNEL_MAJORS:
+        return f"the GPU is sm_{major}{minor}, kernels are for sm_80 to sm_90, sm_120, sm_121: choose another backend"
+    if not LIBRARY_PATH.exists():
+        return "this wheel was built without kernels: build it where nvcc is found (`make wheel`)"
+    try:
+        _library()
+    except (RuntimeError, OSError, AttributeError) as error:
+        return f"the kernel library does not load ({error}): build the wheel again (`make wheel`)"
+    if any(_runs_on(target, capability) for target in library_targets()):
+        return None
+    wanted = f"sm_{major}{minor}" + "a" * (major == 12)
+    return f"the kernels are not built for this GPU, sm_{major}{minor}: build the wheel with ARCHS={wanted} before make"
+
+
+def _runs_on(target: str, capability: tuple[int, int]) -> bool:
+    """Whether a GPU takes code for `target`: that of a lower minor number too, unless an `a` ties it to one GPU."""
+    digits = target.removeprefix("sm_").removesuffix("a")
+    major, minor = int(digits[:-1]), int(digits[-1])
+    if target.endswith("a"):
+        return capability == (major, minor)
+    return capability[0] == major and capability[1] >= minor
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     if not LIBRARY_PATH.exists():
         raise RuntimeError(f"{LIBRARY_PATH} is missing: build it with `make kernels`")
     library = ctypes.CDLL(str(LIBRARY_PATH))
+    if library.sm120_mla_abi() != ABI:
+        raise RuntimeError(
+            f"{LIBRARY_PATH} has ABI {library.sm120_mla_abi()}, this package needs {ABI}: run `make kernels`"
+        )
     pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.sm120_mla_workspace_bytes.restype = ctypes.c_size_t
     library.sm120_mla_workspace_bytes.argtypes = [i32, i32]
@@ -69,10 +101,6 @@ def _library() -> ctypes.CDLL:
     library.sm120_mla_oracle.argtypes = [ctypes.POINTER(_Params), pointer, i64, pointer]
     library.sm120_move_kv.argtypes = [pointer, i32, pointer, pointer, i32, i32, i32, pointer]
     library.sm120_pack_tree_mask.argtypes = [pointer, pointer, i32, i32, pointer]
-    if library.sm120_mla_abi() != ABI:
-        raise RuntimeError(
-            f"{LIBRARY_PATH} has ABI {library.sm120_mla_abi()}, this package needs {ABI}: run `make kernels`"
-        )
     return library
 
 

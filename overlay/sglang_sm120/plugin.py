@@ -85,7 +85,7 @@ def _register_selection() -> None:
     HookRegistry.register(
         "sglang.srt.arg_groups.overrides.get_default_attn_backend", select.default_backend, HookType.AROUND
     )
-    HookRegistry.register("sglang.srt.server_args.ServerArgs.resolve_once", select.check_resolved, HookType.AFTER)
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.resolve_once", select.check_resolution, HookType.AROUND)
 
 
 def _register_evidence() -> None:

@@ -13,6 +13,7 @@ from sglang_sm120.attention import graphs, metrics, report, select
 from sglang_sm120.cpu import standin
 
 from tools import server as launcher
+from tools.kernels import ALL_ARCHS
 from tools.pair import DRAFTER, TARGET
 
 
@@ -56,18 +57,62 @@ def test_the_doctor_prints_them(server, capsys):
     assert re.search(r"^server attention +sm120_mla \(asked for\)$", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("capability", "said"), [((12, 0), ""), ((8, 0), "not built for this GPU, sm_80")])
-def test_the_doctor_compares_the_librarys_targets_with_the_gpu(monkeypatch, tmp_path, capability, said):
-    library = tmp_path / "lib.so"
-    library.write_bytes(b"\0-v -arch sm_90 -m 64\0 -arch sm_120a -m 64 -l\0")
-    monkeypatch.setattr(ops, "LIBRARY_PATH", library)
+NOTES = b"\0-v -arch sm_90 -m 64\0 -arch sm_80 -m 64\0 -arch sm_120a -m 64 -l\0"
+
+
+@pytest.fixture
+def library(monkeypatch, tmp_path):
+    """Where the kernel library is looked for; the file is not there yet."""
+    monkeypatch.setattr(ops, "LIBRARY_PATH", tmp_path / "lib.so")
+    caches = ops.library_targets, ops._library
+    for cached in caches:
+        cached.cache_clear()
+    yield ops.LIBRARY_PATH
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [
+        ((12, 0), None),
+        ((8, 6), None),  # takes code for sm_80
+        ((12, 1), "not built for this GPU, sm_121: build the wheel with ARCHS=sm_121a before make"),
+        ((10, 0), "the GPU is sm_100, kernels are for"),
+    ],
+)
+def test_the_librarys_targets_are_compared_with_the_gpu(monkeypatch, library, capability, said):
+    """The server refuses by these words, and the doctor says them."""
+    library.write_bytes(NOTES)
+    monkeypatch.setattr(ops, "_library", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    ops.library_targets.cache_clear()
-    assert ops.library_targets() == ["sm_120a", "sm_90"]
-    problems = [problem for problem in cli._problems() if "kernels" in problem]
-    ops.library_targets.cache_clear()
-    assert said in "".join(problems) and bool(said) == bool(problems)
+    assert ops.library_targets() == ["sm_120a", "sm_80", "sm_90"]
+    problems = [problem for problem in cli._problems() if "kernels" in problem or "GPU" in problem]
+    assert said in problems[0] if said else problems == []
+
+
+def test_what_is_built_can_be_named_in_archs():
+    for name in ("sm_80", "sm_90", "sm_120a", "sm_121a"):
+        assert name in ALL_ARCHS
+        digits = name.removeprefix("sm_").removesuffix("a")
+        assert ops._runs_on(name, (int(digits[:-1]), int(digits[-1])))
+
+
+def test_a_library_that_does_not_load_is_found_before_it_is_called(library):
+    assert "built without kernels" in ops.library_problem((12, 0))
+    library.write_bytes(NOTES)
+    assert "does not load" in ops.library_problem((12, 0)) and "make wheel" in ops.library_problem((12, 0))
+
+
+@pytest.mark.parametrize(
+    ("symbols", "said"), [({"sm120_mla_abi": lambda: 2}, "has ABI 2, this package needs 3"), ({}, "sm120_mla_abi")]
+)
+def test_a_library_of_another_release_is_named_as_such(monkeypatch, library, symbols, said):
+    """Before any function is looked for that it may not have."""
+    library.write_bytes(NOTES)
+    monkeypatch.setattr(ops.ctypes, "CDLL", lambda _: SimpleNamespace(**symbols))
+    assert said in ops.library_problem((12, 0))
 
 
 def test_the_doctor_names_what_a_gpu_lacks_without_upstreams_kernels(monkeypatch, capsys):
@@ -174,14 +219,16 @@ def test_a_replay_is_no_fallback(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("asked", "chosen", "why"),
+    ("asked", "prefill", "chosen", "why"),
     [
-        ("sm120_mla", "sm120_mla", "asked for"),
-        (None, "sm120_mla", "the default for MLA on sm_120 and sm_121"),
-        (None, "triton", "upstream's default"),
+        ("sm120_mla", None, "sm120_mla", "asked for"),
+        (None, None, "sm120_mla", "the default for MLA on sm_120 and sm_121"),
+        (None, "flashinfer", "sm120_mla", "the default for MLA on sm_120 and sm_121"),
+        (None, None, "triton", "upstream's default"),
+        ("nsa", None, "dsa", "asked for"),
     ],
 )
-def test_why_a_backend_attends(monkeypatch, asked, chosen, why):
+def test_why_a_backend_attends(monkeypatch, asked, prefill, chosen, why):
     monkeypatch.setattr(select, "is_auto_device", lambda: False)
-    args = SimpleNamespace(attention_backend=asked, prefill_attention_backend=None, decode_attention_backend=None)
+    args = SimpleNamespace(attention_backend=asked, prefill_attention_backend=prefill, decode_attention_backend=None)
     assert select.reason(args, None, chosen) == why

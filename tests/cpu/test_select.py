@@ -10,7 +10,7 @@ from sglang.srt.arg_groups import cuda_graph_hook
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import run_hook
 from sglang.srt.configs import KimiLinearConfig
-from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang_sm120 import ops
@@ -26,16 +26,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(ops, "LIBRARY_PATH", SimpleNamespace(exists=lambda: built))
+        monkeypatch.setattr(ops, "_library", lambda: None)
+        monkeypatch.setattr(ops, "library_targets", lambda: ["sm_80", "sm_90", "sm_120a", "sm_121a"])
 
     return pretend
 
 
 def kimi(**changes):
+    config = changes.get("hf_config", PretrainedConfig())
     return SimpleNamespace(
         **{
+            "num_attention_heads": 64,
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
-            "hf_config": PretrainedConfig(),
+            "hf_config": config,
+            "hf_text_config": config,
             "dtype": torch.bfloat16,
             "sliding_window_size": None,
             "linear_attn_registry_result": None,
@@ -47,8 +52,13 @@ def kimi(**changes):
 def args(**changes):
     return SimpleNamespace(
         **{
+            "tp_size": 1,
+            "attn_dp_size": 1,
             "dcp_size": 1,
             "attn_cp_size": 1,
+            "enable_two_batch_overlap": False,
+            "enable_pdmux": False,
+            "cuda_graph_config": CudaGraphConfig(),
             "enable_unified_memory": False,
             "enable_deterministic_inference": False,
             "kv_cache_dtype": "auto",
@@ -59,6 +69,9 @@ def args(**changes):
         }
         | changes
     )
+
+
+FULL_PREFILL = with_phase(CudaGraphConfig(), Phase.PREFILL, backend=Backend.FULL)
 
 
 def upstream_default(*_):
@@ -100,6 +113,10 @@ def test_what_we_would_refuse_is_not_chosen(gpu):
         ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
         ({"flashinfer_mla_disable_ragged": True}, "--flashinfer-mla-disable-ragged"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
+        ({"speculative_algorithm": "DSPARK"}, "--speculative-algorithm DSPARK"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"cuda_graph_config": FULL_PREFILL}, "--cuda-graph-backend-prefill full"),
         ({"speculative_algorithm": "eagle"}, "--speculative-draft-attention-backend triton"),
     ],
 )
@@ -115,8 +132,10 @@ def test_refusals_name_the_flag(gpu, changes, named):
         ({"kv_lora_rank": 256}, "latent of 256 + 64"),
         ({"kv_lora_rank": None}, "no MLA latent"),
         ({"hf_config": PretrainedConfig(index_topk=2048)}, "sparse attention"),
+        ({"hf_text_config": PretrainedConfig(index_topk=2048)}, "sparse attention"),
         ({"sliding_window_size": 128}, "sliding-window"),
         ({"hf_config": PretrainedConfig(llama_4_scaling={"beta": 0.1})}, "llama_4_scaling"),
+        ({"hf_text_config": PretrainedConfig(llama_4_scaling={"beta": 0.1})}, "llama_4_scaling"),
         ({"dtype": torch.float16}, "--dtype"),
         ({"hf_config": KimiLinearConfig()}, "linear attention"),
     ],
@@ -136,6 +155,16 @@ def test_gpus_without_kernels_are_refused(gpu, capability):
 def test_a_wheel_without_kernels_says_so(gpu):
     gpu((9, 0), built=False)
     assert any("built without kernels" in reason for reason in select.refusals(args(), kimi()))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused"), [({}, True), ({"tp_size": 2}, False), ({"tp_size": 8, "attn_dp_size": 8}, True)]
+)
+def test_more_heads_a_rank_than_the_kernels_take_are_refused(gpu, sizes, refused):
+    """Data-parallel attention divides requests and no heads."""
+    gpu((12, 0))
+    reasons = select.refusals(args(**sizes), kimi(num_attention_heads=256))
+    assert bool(reasons) == refused and all("256 heads a rank" in reason for reason in reasons)
 
 
 def test_the_cpu_engine_needs_no_kernels():

@@ -56,10 +56,11 @@ def recipes(text: str) -> list[list[str]]:
 
 
 def kimi() -> SimpleNamespace:
-    config, dtype = PretrainedConfig(), torch.bfloat16
+    config = PretrainedConfig()
     return SimpleNamespace(
-        kv_lora_rank=512, qk_rope_head_dim=64, dtype=dtype, hf_config=config, linear_attn_registry_result=None
-    )
+        num_attention_heads=64, kv_lora_rank=512, qk_rope_head_dim=64, dtype=torch.bfloat16, hf_config=config,
+        hf_text_config=config, linear_attn_registry_result=None,
+    )  # fmt: skip
 
 
 def anchors(page: Path) -> set[str]:

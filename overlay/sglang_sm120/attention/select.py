@@ -15,8 +15,8 @@ from sglang_sm120.attention.reference import LATENT_DIM, ROPE_DIM
 AUTO_CAPABILITIES = ((12, 0), (12, 1))
 # Their draft attends with the target's backend where no other is named.
 DRAFTS_LIKE_TARGET = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")
-# What the built kernels run on; bulk copies on 9.0 and 12.x, plain asynchronous copies on 8.x.
-KERNEL_MAJORS = (8, 9, 12)
+# Their verifies were never run on this backend.
+NOT_VERIFIED_HERE = ("NGRAM", "UNO", "DSPARK")
 
 
 def is_auto_device() -> bool:
@@ -33,35 +33,39 @@ def default_backend(original: Callable[..., str], server_args: Any, use_mla_back
 
 def reason(server_args: Any, model_config: Any, chosen: str) -> str:
     """Why `chosen` attends in this server; `server_args` as the user gave them."""
-    asked = (server_args.attention_backend, server_args.prefill_attention_backend, server_args.decode_attention_backend)
+    asked = _asked(server_args)
+    if chosen == BACKEND_NAME:
+        return "asked for" if BACKEND_NAME in asked else "the default for MLA on sm_120 and sm_121"
     if any(asked):
         return "asked for"
-    if chosen == BACKEND_NAME:
-        return "the default for MLA on sm_120 and sm_121"
     why_not = refusals(server_args, model_config) if is_auto_device() else []
     return "; ".join(["upstream's default", *why_not])
 
 
+def _asked(server_args: Any) -> tuple[str | None, ...]:
+    """The attention backends that the user named."""
+    cfg = server_args
+    return cfg.attention_backend, cfg.prefill_attention_backend, cfg.decode_attention_backend
+
+
 def refusals(server_args: Any, model_config: Any) -> list[str]:
     """Why this configuration cannot run on `sm120_mla`, each naming the flag or the model property; empty if it can."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
     cfg = server_args
-    found = []
-    latent = getattr(model_config, "kv_lora_rank", None), getattr(model_config, "qk_rope_head_dim", None)
-    if latent != (LATENT_DIM, ROPE_DIM):
-        has = "no MLA latent" if latent[0] is None else f"an MLA latent of {latent[0]} + {latent[1]}"
+    found = _flag_refusals(cfg) + _model_refusals(model_config)
+    heads = model_config.num_attention_heads * cfg.attn_dp_size // cfg.tp_size
+    if heads > ops.MAX_HEADS:
         found.append(
-            f"the model has {has}, the backend serves {LATENT_DIM} + {ROPE_DIM} (DeepSeek, Kimi, GLM): choose another"
+            f"--tp-size {cfg.tp_size} leaves {heads} heads a rank, the backend takes {ops.MAX_HEADS}: raise it"
         )
-    if getattr(model_config.hf_config, "index_topk", None):
-        found.append("the model uses sparse attention (DSA): choose --attention-backend dsa")
-    if getattr(model_config, "sliding_window_size", None):
-        found.append("the model uses sliding-window attention, which has no tree mask by depth here")
-    if getattr(model_config.hf_config, "llama_4_scaling", None):
-        found.append("the model scales queries by position (llama_4_scaling), which upstream does for triton only")
-    if mambaish_config(model_config) is not None:
-        found.append("the model mixes in linear attention (as Kimi-Linear does), which never ran beside this backend")
+    graphs = cfg.cuda_graph_config
+    if graphs is not None and graphs.prefill.backend == "full":
+        found.append("--cuda-graph-backend-prefill full: rows of prompts are planned outside the graph, use breakable")
+    return found + (_gpu_refusals(model_config) if torch.cuda.is_available() and cfg.device != "cpu" else [])
+
+
+def _flag_refusals(cfg: Any) -> list[str]:
+    """What the flags alone say, resolved or as they were given."""
+    found = []
     if cfg.attn_cp_size > 1:
         found.append(f"--attn-cp-size {cfg.attn_cp_size}: prefill context parallelism is not supported, use 1")
     if cfg.dcp_size > 1:
@@ -70,48 +74,73 @@ def refusals(server_args: Any, model_config: Any) -> list[str]:
         found.append("--enable-unified-memory: the kernels read physical slots only, leave the flag out")
     if cfg.enable_deterministic_inference:
         found.append("--enable-deterministic-inference: the context splits depend on the batch, choose triton or fa3")
+    if cfg.enable_two_batch_overlap:
+        found.append("--enable-two-batch-overlap: prompts over a cached prefix are not planned there, leave it out")
+    if cfg.enable_pdmux:
+        found.append("--enable-pdmux: prompts and decode on two streams never ran on this backend, leave it out")
     if cfg.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "fp8_e4m3"):
         found.append(f"--kv-cache-dtype {cfg.kv_cache_dtype}: use auto, bfloat16 or fp8_e4m3")
     if cfg.flashinfer_mla_disable_ragged:
         found.append("--flashinfer-mla-disable-ragged: prompts here need FlashInfer's ragged kernels, leave it out")
-    found += _speculation_refusals(cfg)
-    return found + (_gpu_refusals(model_config) if torch.cuda.is_available() and cfg.device != "cpu" else [])
-
-
-def _speculation_refusals(cfg: Any) -> list[str]:
-    """Trees that do not come as words, and drafts that would attend with our backend, which has no draft side."""
     name = (cfg.speculative_algorithm or "").upper()
-    if name in ("NGRAM", "UNO"):
-        return [f"--speculative-algorithm {name}: its trees were never verified by the backend, choose triton"]
-    if name in DRAFTS_LIKE_TARGET and cfg.speculative_draft_attention_backend in (None, BACKEND_NAME):
-        return [f"--speculative-algorithm {name}: the draft needs --speculative-draft-attention-backend triton"]
-    return []
-
-
-def _gpu_refusals(model_config: Any) -> list[str]:
-    found = []
-    major, minor = torch.cuda.get_device_capability()
-    if major not in KERNEL_MAJORS:
-        found.append(f"the GPU is sm_{major}{minor}, the kernels run on sm_80 to sm_90, sm_120 and sm_121")
-    if model_config.dtype != torch.bfloat16:
-        found.append(f"--dtype {model_config.dtype}: the kernels take bfloat16 queries, use --dtype bfloat16")
-    if not ops.LIBRARY_PATH.exists():
-        found.append("this wheel was built without kernels: build it where nvcc is found, or choose triton")
+    if name in NOT_VERIFIED_HERE:
+        found.append(f"--speculative-algorithm {name}: its verify never ran on this backend, choose triton")
+    if name in DRAFTS_LIKE_TARGET and cfg.speculative_draft_attention_backend is None:
+        found.append(f"--speculative-algorithm {name}: the draft needs --speculative-draft-attention-backend triton")
     return found
 
 
-def check_resolved(_result: None, server_args: Any) -> None:
-    """After upstream resolved its arguments: refuse at start what `sm120_mla` was asked for and cannot serve.
+def _model_refusals(model_config: Any) -> list[str]:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    Raises ValueError naming every reason.
+    found = []
+    latent = getattr(model_config, "kv_lora_rank", None), getattr(model_config, "qk_rope_head_dim", None)
+    if latent != (LATENT_DIM, ROPE_DIM):
+        has = "no MLA latent" if latent[0] is None else f"an MLA latent of {latent[0]} + {latent[1]}"
+        found.append(
+            f"the model has {has}, the backend serves {LATENT_DIM} + {ROPE_DIM} (DeepSeek, Kimi, GLM): choose another"
+        )
+    text = model_config.hf_text_config  # of a model that also sees, the part that attends here
+    if getattr(text, "index_topk", None):
+        found.append("the model uses sparse attention (DSA): choose --attention-backend dsa")
+    if getattr(model_config, "sliding_window_size", None):
+        found.append("the model uses sliding-window attention, which has no tree mask by depth here")
+    if getattr(text, "llama_4_scaling", None):
+        found.append("the model scales queries by position (llama_4_scaling), which upstream does for triton only")
+    if mambaish_config(model_config) is not None:
+        found.append("the model mixes in linear attention (as Kimi-Linear does), which never ran beside this backend")
+    return found
+
+
+def _gpu_refusals(model_config: Any) -> list[str]:
+    problem = ops.library_problem(torch.cuda.get_device_capability())
+    found = [problem] if problem else []
+    if model_config.dtype != torch.bfloat16:
+        found.append(f"--dtype {model_config.dtype}: the kernels take bfloat16 queries, use --dtype bfloat16")
+    return found
+
+
+def check_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
+    """Around upstream's resolution of its arguments: refuse what `sm120_mla` was asked for and cannot serve.
+
+    Flags come first: of some of them upstream would complain under another name. Raises ValueError naming every reason.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
+    if server_args.speculative_draft_attention_backend == BACKEND_NAME:
+        raise ValueError(
+            f"--speculative-draft-attention-backend {BACKEND_NAME}: it serves targets only, choose triton or flashinfer"
+        )
+    if BACKEND_NAME in _asked(server_args):
+        _refuse(_flag_refusals(server_args))
+    resolve(server_args)
     view = resolved_view(server_args)
-    if BACKEND_NAME not in attention_backends_of(view):
-        return
-    reasons = refusals(view, model_config_of(server_args))
+    if BACKEND_NAME in attention_backends_of(view):
+        _refuse(refusals(view, model_config_of(server_args)))
+
+
+def _refuse(reasons: list[str]) -> None:
     if reasons:
         raise ValueError(f"--attention-backend {BACKEND_NAME} cannot serve this: " + "; ".join(reasons))
 
