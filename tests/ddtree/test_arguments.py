@@ -37,6 +37,26 @@ def test_the_verify_width_covers_block_and_tree(budget, width):
     assert args.speculative_dflash_block_size == 8, "the budget must not drag the draft block with it"
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("budget", [7, 33])
+def test_whoever_sizes_by_the_verify_width_takes_that_of_the_tree(budget, page_size):
+    """Slots reserved for a step, rows of a request, tokens of a target pass; a draft pass keeps to the block."""
+    from sglang.srt.mem_cache import allocation_sizing
+    from sglang.srt.runtime_context import create_context, max_speculative_num_draft_tokens, use_context
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_utils import resolve_num_tokens_per_req
+
+    args = resolve(*pair.ddtree_flags(budget, 8, "--page-size", str(page_size)))
+    width, algorithm = budget + 1, SpeculativeAlgorithm.from_string("DDTREE")
+    with use_context(create_context(args, role="scheduler")):
+        assert max_speculative_num_draft_tokens() == width
+        assert allocation_sizing.get_alloc_len_per_decode() == width
+        assert allocation_sizing.get_req_to_token_extra_context_len() >= 2 * width + page_size - 1
+        for is_draft, chosen, tokens in ((False, None, width), (False, 20, 20), (True, None, 8), (True, 20, 8)):
+            asked = {"phase": "target_verify", "spec_algorithm": algorithm, "is_draft_worker": is_draft}
+            assert resolve_num_tokens_per_req(**asked, num_draft_tokens=chosen) == tokens
+
+
 def test_overlap_scheduling_stays_on():
     assert not resolved(*pair.ddtree_flags(16)).disable_overlap_schedule
 

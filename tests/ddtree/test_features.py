@@ -14,6 +14,7 @@ from tools import server as launcher
 pytest.importorskip("sglang", reason="the patched sglang is not installed here: run `make install`")
 
 NEW_TOKENS = 24
+LOG_PROBABILITIES = {"return_logprob": True, "top_logprobs_num": 3}
 REGEX = r"(import|class|def) [a-z_]{2,12}\n"
 
 
@@ -30,6 +31,17 @@ def prompts() -> list[list[int]]:
 def ask(server: launcher.Server, prompts: list[list[int]], top: dict | None = None, **sampling) -> list[dict]:
     parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True} | sampling
     return server.post("/generate", {"input_ids": prompts, "sampling_params": parameters} | (top or {}))
+
+
+def ask_with(server: launcher.Server, prompts: list[list[int]], each: list[dict]) -> list[dict]:
+    """As `ask`, with sampling parameters of its own for each prompt."""
+    parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    return server.post("/generate", {"input_ids": prompts, "sampling_params": [parameters | own for own in each]})
+
+
+def biases(prompts: list[list[int]]) -> list[dict]:
+    """Of every third request none, of the others one token each, and not the same."""
+    return [{"logit_bias": {str(10 + i): 8.0}} if i % 3 else {} for i in range(len(prompts))]
 
 
 def outcome(answer: dict) -> tuple:
@@ -50,7 +62,9 @@ CASES = {
 def plain(prompts, logs) -> dict:
     with launcher.running(pair.TARGET, logs / "plain.log", pair.FLAGS) as server:
         results = {name: [outcome(a) for a in ask(server, prompts, **sampling)] for name, sampling in CASES.items()}
-        results["logprobs"] = ask(server, prompts, {"return_logprob": True, "top_logprobs_num": 3})
+        results["logprobs"] = ask(server, prompts, LOG_PROBABILITIES)
+        results["prompt alone"] = ask(server, prompts, LOG_PROBABILITIES, max_new_tokens=0)
+        results["different bias"] = [outcome(a) for a in ask_with(server, prompts, biases(prompts))]
         return results
 
 
@@ -66,6 +80,10 @@ def test_outcome_equals_plain_decoding(server, prompts, plain, case):
     assert [outcome(a) for a in ask(server, prompts, **CASES[case])] == plain[case]
 
 
+def test_requests_of_a_batch_have_biases_of_their_own(server, prompts, plain):
+    assert [outcome(a) for a in ask_with(server, prompts, biases(prompts))] == plain["different bias"]
+
+
 def test_a_custom_logit_processor_works_on_every_node(server, prompts, plain):
     from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
@@ -75,13 +93,20 @@ def test_a_custom_logit_processor_works_on_every_node(server, prompts, plain):
 
 
 def test_log_probabilities_equal_plain_decoding(server, prompts, plain):
-    for mine, theirs in zip(
-        ask(server, prompts, {"return_logprob": True, "top_logprobs_num": 3}), plain["logprobs"], strict=True
-    ):
+    for mine, theirs in zip(ask(server, prompts, LOG_PROBABILITIES), plain["logprobs"], strict=True):
         for field in ("output_token_logprobs", "output_top_logprobs"):
             ours, expected = (flat(a["meta_info"][field]) for a in (mine, theirs))
             assert [token for _, token in ours] == [token for _, token in expected]
             assert [value for value, _ in ours] == pytest.approx([value for value, _ in expected], abs=2e-4)
+
+
+def test_a_prompt_alone_has_the_log_probabilities_of_plain_decoding(server, prompts, plain):
+    for mine, theirs in zip(
+        ask(server, prompts, LOG_PROBABILITIES, max_new_tokens=0), plain["prompt alone"], strict=True
+    ):
+        assert mine["meta_info"]["output_token_logprobs"] == theirs["meta_info"]["output_token_logprobs"] == []
+        ours, expected = (flat(a["meta_info"]["output_top_logprobs"]) for a in (mine, theirs))
+        assert [value for value, _ in ours] == pytest.approx([value for value, _ in expected], abs=2e-4)
 
 
 def flat(entries: list) -> list[tuple]:

@@ -206,6 +206,7 @@ def test_walk_follows_the_choices(case, seed):
         kv |= {target: kv[source] for source, target in moves}
         assert [kv[int(slot)] for slot in slots[b, :length]] == nodes, "the path's KV is at the front of the window"
         assert all(source != target for source, target in moves), "what is in place stays"
+        assert (path.targets[b, length:] == -1).all(), "nothing moves past the end"
 
 
 @settings(max_examples=40, deadline=None)

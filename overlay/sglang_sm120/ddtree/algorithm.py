@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 # The first is the default. Of upstream's choices trtllm_mha is causal, which a draft block is not inside.
 GPU_DRAFT_BACKENDS = ("triton", "flashinfer", "fa3", "fa4")
+_LOGPROBS = "managers.scheduler_components.logprob_result_processor"
 
 
 def _yes(_self: object) -> bool:
@@ -69,6 +70,7 @@ def register() -> None:
         "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info": _capture_trees,
         "mem_cache.allocation_sizing.get_req_to_token_extra_context_len": _widen_rows,
         "speculative.dflash_utils.validate_dflash_request": _refuse_request,
+        f"{_LOGPROBS}.SchedulerLogprobResultProcessor.add_logprob_return_values": _forget_log_probability_of_no_token,
     }.items():
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AFTER)
 
@@ -93,6 +95,13 @@ def _widen_rows(extra_tokens: int) -> int:
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
     return max(extra_tokens, get_alloc_reserve_per_decode()) if _is_ddtree() else extra_tokens
+
+
+def _forget_log_probability_of_no_token(_none: None, _processor: Any, _index: int, req: Any, *_args: Any) -> None:
+    """Of a prompt alone plain decoding samples nothing; with a drafter upstream samples, and reports, one token."""
+    if req.sampling_params.max_new_tokens == 0 and _is_ddtree():
+        req.logprob.output_token_logprobs_val.clear()
+        req.logprob.output_token_logprobs_idx.clear()
 
 
 def _refuse_request(error: str | None, req: Any, _enable_overlap: bool) -> str | None:
