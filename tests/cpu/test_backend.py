@@ -7,19 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.model_executor import forward_context
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.dflash_utils import resolve_dflash_verify_mask_policy
 from sglang_sm120 import ops
-from sglang_sm120.attention import backend, reference
+from sglang_sm120.attention import BACKEND_NAME, backend, reference
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 Q_LEN = 5
 REQUESTS = 4
-
-
-class Mode(SimpleNamespace):
-    """A forward mode as upstream's enum answers for it."""
-
-    def __getattr__(self, name: str):
-        return lambda: name == f"is_{self.name.lower()}"
 
 
 def runner(context: int = 64, kv_dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
@@ -45,7 +40,7 @@ def server_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def verify_batch(seq_lens: list[int], **spec_info) -> SimpleNamespace:
     return SimpleNamespace(
-        forward_mode=Mode(name="TARGET_VERIFY"),
+        forward_mode=ForwardMode.TARGET_VERIFY,
         batch_size=len(seq_lens),
         seq_lens=torch.tensor(seq_lens),
         req_pool_indices=torch.arange(len(seq_lens)),
@@ -100,7 +95,7 @@ def test_nothing_that_is_allocated_grows_with_the_context():
 
 def prompt_batch(prefix_lens: list[int], new_tokens: int) -> SimpleNamespace:
     return SimpleNamespace(
-        forward_mode=Mode(name="EXTEND"),
+        forward_mode=ForwardMode.EXTEND,
         batch_size=len(prefix_lens),
         seq_lens=torch.tensor(prefix_lens) + new_tokens,
         extend_seq_lens=torch.full((len(prefix_lens),), new_tokens),
@@ -183,3 +178,103 @@ def test_a_captured_prompt_is_not_planned_for_full_heads(monkeypatch: pytest.Mon
     monkeypatch.setattr(backend, "is_in_breakable_cuda_graph", lambda: True)
     ours._plan_prompt(batch)
     assert planned == [batch]
+
+
+def batch_of(mode: str, seq_lens: list[int], new_tokens: list[int] | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        forward_mode=ForwardMode[mode],
+        batch_size=len(seq_lens),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
+        req_pool_indices=torch.arange(len(seq_lens)),
+        extend_seq_lens=None if new_tokens is None else torch.tensor(new_tokens),
+        extend_prefix_lens_cpu=[0] * len(seq_lens),
+        spec_info=SimpleNamespace(draft_token_num=Q_LEN, topk=4),
+    )
+
+
+# Mode, lengths, new tokens; the lengths of KV and of the rows that come of them.
+BATCHES = [
+    ("DECODE", [7, 9], None, [7, 9], [1, 1]),
+    ("IDLE", [], None, [], []),
+    ("EXTEND", [7, 9, 30], [7, 2, 30], [7, 9, 30], [7, 2, 30]),
+    ("MIXED", [30, 9], [4, 1], [30, 9], [4, 1]),
+    ("TARGET_VERIFY", [7, 9], None, [12, 14], [Q_LEN] * 2),
+    ("TARGET_VERIFY", [], None, [], []),
+    ("DRAFT_EXTEND_V2", [12, 9], [3, 1], [14, 13], [Q_LEN] * 2),
+]
+
+
+@pytest.mark.parametrize(("mode", "seq_lens", "new_tokens", "kv_lens", "q_lens"), BATCHES)
+def test_rows_of_every_mode(mode, seq_lens, new_tokens, kv_lens, q_lens):
+    """As many as the kernel's arguments may have, in the order of the queries; a rank may be idle."""
+    rows = plan(backend.Sm120MLABackend(runner()), batch_of(mode, seq_lens, new_tokens))
+    assert rows.kv_lens.tolist() == kv_lens
+    if rows.qo_indptr is not None:
+        assert rows.qo_indptr.tolist() == [sum(q_lens[:n]) for n in range(len(q_lens) + 1)]
+    else:
+        assert all(rows.q_len == q_len for q_len in q_lens)
+    ops._check_batch(sum(q_lens), torch.arange(len(seq_lens)), rows.kv_lens, rows.q_len, rows.qo_indptr)
+    if rows.tree_mask is not None:
+        ops._check_mask(rows.tree_mask, sum(q_lens), rows.q_len)
+
+
+def test_what_the_layer_says_reaches_the_attention(monkeypatch: pytest.MonkeyPatch):
+    """Latent before rope in a query, the layer's factor and cap; keys are written only if they are to be."""
+    told = {}
+
+    def attend(q, *_, **options):
+        told.update(options, q=q)
+        return q.new_zeros(*q.shape[:2], reference.LATENT_DIM), None
+
+    monkeypatch.setattr(reference, "mla_attention", attend)
+    served = backend.Sm120MLABackend(runner())
+    served.forward_metadata = backend.Rows(torch.tensor([7, 9]), q_len=1)
+    layer = SimpleNamespace(layer_id=0, scaling=0.25, logit_cap=30.0, tp_q_head_num=8, v_head_dim=reference.LATENT_DIM)
+    latent, rope = torch.ones(2, 8, reference.LATENT_DIM), torch.full((2, 8, reference.ROPE_DIM), 2.0)
+    batch = SimpleNamespace(req_pool_indices=torch.arange(2))
+    out = served.forward_decode(latent, latent, latent, layer, batch, save_kv_cache=False, q_rope=rope)
+    assert out.shape == (2, 8 * reference.LATENT_DIM)
+    assert torch.equal(told["q"], torch.cat([latent, rope], dim=-1))
+    assert (told["sm_scale"], told["logit_cap"]) == (0.25, 30.0)
+
+
+def test_the_plan_says_what_runs_and_a_capture_plans_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Heads are those of the rank: as many splits as the kernel will take."""
+    noted, asked = [], []
+    monkeypatch.setattr(backend, "get_parallel", lambda: SimpleNamespace(attn_tp_size=4))
+    monkeypatch.setattr(backend.metrics, "note_plan", noted.append)
+    monkeypatch.setattr(ops, "splits", lambda *what: asked.append(what[:2]) or 47)
+    served = backend.Sm120MLABackend(runner())
+    served.uses_kernel = True
+    served.init_forward_metadata_out_graph(verify_batch([7, 9], topk=4), in_capture=True)
+    assert noted == [], "a capture is no step"
+    served.init_forward_metadata_out_graph(verify_batch([7, 9], topk=4))
+    served.init_forward_metadata_out_graph(batch_of("EXTEND", [7], [7]))
+    assert noted == [("target_verify", "kernel", 47), ("extend", "kernel", None)]
+    assert asked == [(Q_LEN, 2)], "8 heads of the model over 4 ranks"
+
+
+def test_upstreams_plan_stream_finds_nothing_to_correct():
+    """It asks every backend that verifies; upstream's base class raises NotImplementedError."""
+    served = backend.Sm120MLABackend(runner())
+    before = plan(served, verify_batch([7], topk=4)).tree_mask.clone()
+    served.update_verify_buffers_to_fill_after_draft(None, None)
+    assert torch.equal(served.forward_metadata.tree_mask, before)
+
+
+def test_only_what_runs_is_declared():
+    """To upstream, which picks features by such lists and flags."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    served = backend.Sm120MLABackend
+    assert BACKEND_NAME in choices.ATTENTION_BACKEND_CHOICES
+    for refused in ("DRAFT_ATTENTION", "DETERMINISTIC_ATTENTION"):
+        assert BACKEND_NAME not in getattr(choices, f"{refused}_BACKEND_CHOICES")
+    assert BACKEND_NAME not in choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
+    for flag in ("supports_ragged_verify_graph", "supports_full_cuda_graph_chunked_prefix",
+                 "supports_draft_extend_metadata_staging", "supports_prefill_cuda_graph_max_context_size",
+                 "use_captured_forward_metadata_for_breakable_cuda_graph"):  # fmt: skip
+        assert getattr(served, flag) is False
+    assert resolve_dflash_verify_mask_policy(served.__new__(served)) == ("Sm120MLABackend", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from types import SimpleNamespace
 
@@ -190,9 +191,11 @@ def fallback(monkeypatch: pytest.MonkeyPatch, can_run: bool, **batch) -> list[st
     counted: list[str] = []
     monkeypatch.setattr(metrics, "count_fallback", counted.append)
     monkeypatch.setattr(graphs, "_told", set())
-    mode = SimpleNamespace(name="TARGET_VERIFY", is_decode=lambda: False, is_target_verify=lambda: True)
+    name = batch.pop("mode", "TARGET_VERIFY")
+    mode = SimpleNamespace(name=name, is_decode=lambda: False, is_target_verify=lambda: name == "TARGET_VERIFY")
     graph_runner = SimpleNamespace(captured_req_width=17, max_bs=4)
-    runner = SimpleNamespace(decode_cuda_graph_runner=graph_runner, decode_cuda_graph_capture_bs=[1, 4])
+    graphs_of = batch.pop("graphs", [1, 4])
+    runner = SimpleNamespace(decode_cuda_graph_runner=graph_runner, decode_cuda_graph_capture_bs=graphs_of)
     spec = SimpleNamespace(num_tokens_per_req=batch.pop("width", 17))
     for _ in range(2):
         forward_batch = SimpleNamespace(forward_mode=mode, spec_info=spec, **batch)
@@ -232,3 +235,77 @@ def test_why_a_backend_attends(monkeypatch, asked, prefill, chosen, why):
     monkeypatch.setattr(select, "is_auto_device", lambda: False)
     args = SimpleNamespace(attention_backend=asked, prefill_attention_backend=prefill, decode_attention_backend=None)
     assert select.reason(args, None, chosen) == why
+
+
+@pytest.mark.parametrize(
+    ("gpu", "problems", "cpu_engine", "code"),
+    [(True, [], False, 0), (False, [], True, 1), (True, [], True, 1), (True, ["broken"], False, 2)],
+)
+def test_exit_codes_of_the_doctor(monkeypatch, capsys, gpu, problems, cpu_engine, code):
+    """A script may rely on them: 0 a GPU can serve, 1 only the CPU can, 2 something is wrong."""
+    monkeypatch.setattr(cli, "_facts", lambda: iter(()))
+    monkeypatch.setattr(cli, "_problems", lambda: iter(problems))
+    monkeypatch.setattr(ops, "available", lambda: gpu)
+    monkeypatch.setattr(standin, "is_needed", lambda: cpu_engine)
+    assert cli.doctor(None) == code
+    assert all(problem in capsys.readouterr().out for problem in problems)
+
+
+def test_the_doctor_misses_the_plugin(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    assert "the plugin entry point is missing" in next(cli._problems())
+
+
+def counters(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> list[tuple[str, ...]]:
+    """What is counted by this rank of a TP group whose server has metrics on."""
+    counted: list[tuple[str, ...]] = []
+    monkeypatch.setattr(metrics, "get_observability", lambda: SimpleNamespace(enable_metrics=True))
+    monkeypatch.setattr(metrics, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=rank))
+    monkeypatch.setattr(metrics, "_planned", None)
+
+    def metric(*name: str) -> SimpleNamespace:
+        def labels(*values: str) -> SimpleNamespace:
+            return SimpleNamespace(
+                inc=lambda: counted.append((*name[:1], *values)), set=lambda n: counted.append((*values, n))
+            )
+
+        return SimpleNamespace(labels=labels)
+
+    monkeypatch.setattr(metrics, "_counter", metric)
+    monkeypatch.setattr(metrics, "_splits", metric)
+    return counted
+
+
+def test_a_step_counts_once_and_when_it_runs(monkeypatch):
+    counted = counters(monkeypatch)
+    metrics.note_plan(metrics.Plan("decode", "kernel", 47))
+    metrics.note_plan(metrics.Plan("decode", "kernel", 47))
+    assert counted == [], "upstream may prepare a step twice"
+    step("decode")
+    step("decode")  # one that another backend planned
+    assert counted == [("attention_steps", "decode", "kernel"), ("decode", 47)]
+    metrics.count_fallback("decode")
+    assert counted[2:] == [("eager_fallbacks", "decode")]
+
+
+def test_one_rank_of_a_group_counts(monkeypatch):
+    counted = counters(monkeypatch, rank=1)
+    metrics.note_plan(metrics.Plan("decode", "kernel", 47))
+    step("decode")
+    metrics.count_fallback("decode")
+    assert counted == []
+
+
+def test_prompts_and_servers_without_graphs_have_no_fallback(monkeypatch, caplog):
+    assert fallback(monkeypatch, False, batch_size=2, mode="EXTEND") == []
+    assert fallback(monkeypatch, False, batch_size=2, graphs=[]) == []
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_a_group_says_what_it_chose(monkeypatch, caplog, rank):
+    monkeypatch.setattr(report, "get_parallel", lambda: SimpleNamespace(tp_rank=rank))
+    monkeypatch.setattr(report, "facts", lambda _: {"GPU": "mock"})
+    with caplog.at_level("INFO"):
+        report.log_ready(None, None)
+    assert caplog.messages == ["sm120: GPU mock"] * (rank == 0)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.spec_info import SpecInput
 
 
 @dataclass
@@ -175,6 +176,9 @@ class Sm120MLABackend(AttentionBackend):
             cells = rows.tree_mask.shape[0] * q_len
             bools = self._verify_mask.buffer[:cells].view(-1, q_len)
             rows.tree_mask.copy_(ops.pack_tree_mask(bools) if self.uses_kernel else reference.pack_mask(bools))
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: SpecInput, cuda_graph_bs: int | None) -> None:
+        """Nothing: where upstream plans on a stream of its own, that waits for the draft and plans with its tree."""
 
     def init_mha_chunk_metadata(self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False) -> None:
         """Plan a prompt chunk over its cached prefix with full heads (upstream's chunked-prefix path)."""
