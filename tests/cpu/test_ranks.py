@@ -61,3 +61,10 @@ def test_data_parallel_attention_with_and_without_an_idle_rank(tmp_path, prompts
         ranks = len(server.info()["internal_states"])
     assert ranks == 2
     assert tokens(one_by_one) == tokens(together) == alone
+
+
+def test_pipeline_parallel_ranks_hold_their_layers(tmp_path, prompts, alone):
+    flags = [*pair.FLAGS, "--pp-size", "2"]
+    with launcher.running(pair.TARGET, tmp_path / "log", flags, env=RANKS_ENV) as server:
+        cold, cached = (server.generate(prompts, NEW_TOKENS) for _ in range(2))
+    assert tokens(cold) == tokens(cached) == alone
