@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,7 +12,7 @@ import pair
 import pytest
 import torch
 from sglang.srt.arg_groups import speculative_hook
-from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view
 from sglang.srt.platforms import current_platform
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import override_platform
@@ -58,6 +59,7 @@ def _starter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, str]]:
         with override_platform(**{fact: major == its for fact, its in facts.items()}, is_blackwell=major in (10, 12)):
             args = prepare_server_args(["--model-path", str(pair.TARGET), "--device", "cuda", *flags])
             args.resolve_once()
+        start.args = args
         return attention_backends_of(resolved_view(args))
 
     return start
@@ -147,3 +149,13 @@ def test_asked_for_in_one_phase_only_is_held_to_the_same(start, phase):
 def test_a_draft_on_our_backend_is_refused(start, target, drafting):
     with pytest.raises(ValueError, match="--speculative-draft-attention-backend sm120_mla: it serves targets only"):
         start("--attention-backend", target, *drafting, "--speculative-draft-attention-backend", "sm120_mla")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--cuda-graph-backend-prefill=full", '--cuda-graph-config={"prefill": {"backend": "full"}}']
+)
+def test_the_ready_line_says_why_not_ours(start, flag):
+    """Whichever way the graphs were asked for, and in the scheduler's process: rules read what became of the flags."""
+    assert start(flag) == STOCK
+    given = pickle.loads(pickle.dumps(start.args))
+    assert "--cuda-graph-backend-prefill full" in select.reason(given, model_config_of(given), "triton")

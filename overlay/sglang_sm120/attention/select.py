@@ -32,13 +32,15 @@ def default_backend(original: Callable[..., str], server_args: Any, use_mla_back
 
 
 def reason(server_args: Any, model_config: Any, chosen: str) -> str:
-    """Why `chosen` attends in this server; `server_args` as the user gave them."""
+    """Why `chosen` attends in this server; `server_args` hold what the user gave, and what became of it."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
     asked = _asked(server_args)
     if chosen == BACKEND_NAME:
         return "asked for" if BACKEND_NAME in asked else "the default for MLA on sm_120 and sm_121"
     if any(asked):
         return "asked for"
-    why_not = refusals(server_args, model_config) if is_auto_device() else []
+    why_not = refusals(resolved_view(server_args), model_config) if is_auto_device() else []
     return "; ".join(["upstream's default", *why_not])
 
 
