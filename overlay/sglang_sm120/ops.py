@@ -13,6 +13,7 @@ import ctypes
 import functools
 import os
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,23 @@ def _runs_on(target: str, capability: tuple[int, int]) -> bool:
     return capability[0] == major and capability[1] >= minor
 
 
+def _is_cut_short(path: Path) -> bool:
+    """Whether an ELF file ends before its table of sections does: the process would not survive to load it."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return False  # which the loader says itself
+    (table,) = struct.unpack_from("<Q", header, 0x28)
+    size, count = struct.unpack_from("<HH", header, 0x3A)
+    return path.stat().st_size < table + size * count
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     if not LIBRARY_PATH.exists():
         raise RuntimeError(f"{LIBRARY_PATH} is missing: build it with `make kernels`")
+    if _is_cut_short(LIBRARY_PATH):
+        raise RuntimeError(f"{LIBRARY_PATH} is cut short: run `make kernels`")
     library = ctypes.CDLL(str(LIBRARY_PATH))
     if library.sm120_mla_abi() != ABI:
         raise RuntimeError(

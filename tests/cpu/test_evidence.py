@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _ctypes
 import importlib.metadata
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +106,15 @@ def test_a_library_that_does_not_load_is_found_before_it_is_called(library):
     assert "built without kernels" in ops.library_problem((12, 0))
     library.write_bytes(NOTES)
     assert "does not load" in ops.library_problem((12, 0)) and "make wheel" in ops.library_problem((12, 0))
+
+
+def test_a_library_that_is_cut_short_is_not_loaded(library):
+    """A disk that was full leaves one; the loader reads past its end, and the process is killed."""
+    whole = Path(_ctypes.__file__).read_bytes()
+    library.write_bytes(whole)
+    assert not ops._is_cut_short(library)
+    library.write_bytes(whole[: len(whole) // 2])
+    assert "is cut short" in ops.library_problem((12, 0))
 
 
 @pytest.mark.parametrize(
