@@ -261,3 +261,30 @@ def test_what_is_measured_at_start_fits_the_pool(pool, sizes, monkeypatch):
     monkeypatch.setattr(state, "_seconds", seconds)
     state._measure([1, 8, 513])
     assert sorted(set(measured)) == sizes
+
+
+def test_a_context_token_costs_what_it_costs_in_any_batch(monkeypatch):
+    """Contexts are measured a request and counted over the batch: the line must give back both measurements."""
+    state = object.__new__(module.AdaptiveWidth)
+    pool = types.SimpleNamespace(size=100_000)
+    state.runner = types.SimpleNamespace(token_to_kv_pool=pool, model_config=types.SimpleNamespace(context_len=4096))
+    state.worker, state._context_tokens = types.SimpleNamespace(widest=33), module.CONTEXT_TOKENS["cuda"]
+    seconds = {width: lambda batch, tokens, w=width: 1.0 + 0.1 * w + 1e-4 * w * batch * tokens for width in WIDTHS}
+    monkeypatch.setattr(state, "_fastest", lambda widths, *load: {width: seconds[width](*load) for width in widths})
+    for batch in (1, 16):
+        lines = state._lines(WIDTHS, batch)
+        for width in WIDTHS:
+            assert lines[width] == (pytest.approx(1.0 + 0.1 * width), pytest.approx(1e-4 * width))
+
+
+def test_a_step_without_speculation_is_timed_without_a_draft(monkeypatch):
+    """On a CPU, where a step runs once to warm up and once to be timed."""
+    state = object.__new__(module.AdaptiveWidth)
+    state.runner, state._use, ran = "target", lambda _: None, []
+    state.worker = types.SimpleNamespace(device="cpu", block_size=8, draft_model_runner="drafter")
+    monkeypatch.setattr(state, "_dummy_forward", lambda *what: ran.append(what))
+    state._seconds(1, 4, 100)
+    assert ran == [("target", 1, 4, 100)] * 2
+    ran.clear()
+    state._seconds(17, 4, 100)
+    assert ran == [("drafter", 8, 4, 100), ("target", 17, 4, 100)] * 2

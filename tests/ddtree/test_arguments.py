@@ -156,17 +156,17 @@ def test_drafters_that_are_more_than_plain_dflash_are_refused(changes, tmp_path:
         resolve(*pair.ddtree_flags(16), "--speculative-draft-model-path", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", 0.5),
-        ("repetition_penalty", 1.1),
-        ("min_new_tokens", 3),
-        ("watermark", object()),
-    ],
-)
-def test_requests_that_trees_cannot_serve_are_refused(monkeypatch, field, value):
+PARAMETERS = {
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "min_new_tokens": 3,
+    "watermark": object(),
+}
+
+
+@pytest.mark.parametrize("field", [*PARAMETERS, "return_sampling_mask", "return_hidden_states"])
+def test_requests_that_trees_cannot_serve_are_refused(monkeypatch, field):
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang_sm120.ddtree import algorithm
 
@@ -174,5 +174,5 @@ def test_requests_that_trees_cannot_serve_are_refused(monkeypatch, field, value)
     params = SamplingParams()
     request = types.SimpleNamespace(sampling_params=params, return_sampling_mask=False, return_hidden_states=False)
     assert algorithm._refuse_request(None, request, True) is None
-    setattr(params, field, value)
+    setattr(params if field in PARAMETERS else request, field, PARAMETERS.get(field, True))
     assert field in algorithm._refuse_request(None, request, True)

@@ -239,6 +239,17 @@ def test_the_tail_of_the_graph_settles_plain_greedy_steps_alone(surroundings, ch
     assert settled == ([(REQUESTS, WIDTH)] if is_plain and graph else [])
 
 
+@pytest.mark.parametrize("temperature, site", [(0.0, "DFLASH_ACCEPT_GREEDY"), (0.7, "DFLASH_ACCEPT_SAMPLE")])
+def test_all_ranks_follow_the_choices_of_the_first(surroundings, temperature, site):
+    """Each draws for itself; paths would part, and with them the KV."""
+    worker, asked = made_up_worker("cpu"), []
+    of_the_first = torch.full((REQUESTS * WIDTH,), 7)
+    worker._tp_sync.sync = lambda where, _own: asked.append(where.name) or of_the_first
+    result = module._Step(worker, batch_of("cpu", temperature)).run(None, None)
+    assert asked == [site]
+    assert result.next_token_ids.view(REQUESTS, -1)[:, 0].tolist() == [7] * REQUESTS
+
+
 @pytest.mark.parametrize("width", [BLOCK, WIDTH - 2])
 def test_the_policy_hears_of_the_width_that_ran_and_of_the_whole_draft(surroundings, width):
     heard = []
@@ -248,3 +259,13 @@ def test_the_policy_hears_of_the_width_that_ran_and_of_the_whole_draft(surroundi
     ((path, drafted, told),) = heard
     assert told == result.speculative_num_draft_tokens == width
     assert drafted.width == WIDTH and len(path.nodes) == REQUESTS
+
+
+def test_what_runs_between_two_steps_is_not_part_of_the_second_ones_time(monkeypatch):
+    interrupted = []
+    monkeypatch.setattr(module.DFlashWorkerV2, "forward_batch_generation", lambda *_: "a prompt's answer")
+    worker = made_up_worker("cpu")
+    worker.adaptive = types.SimpleNamespace(interrupt=lambda: interrupted.append(True))
+    mode = types.SimpleNamespace(is_extend=lambda: True, is_idle=lambda: False)
+    batch = types.SimpleNamespace(forward_mode=mode, is_extend_in_batch=True)
+    assert worker.forward_batch_generation(batch) == "a prompt's answer" and interrupted
