@@ -18,8 +18,10 @@ import shlex
 import statistics
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tools import ddtree_page, greedy, grow_pair, kernels, server
@@ -50,13 +52,16 @@ PROFILED_STEPS, PROFILED_TOKENS = 24, 400
 
 
 def variants(pair: Path, contexts: list[int], batches: list[int]) -> dict[str, list[str]]:
-    """Server flags by mode; the drafter reads the same last tokens in all that draft."""
+    """Server flags by mode; the drafter reads the same last tokens in all that draft.
+
+    Metrics are what makes a server say when a prompt was done.
+    """
     sizes = sorted({*batches, *(bs for bs, _ in PROFILED)})
     pool = max(*contexts, DISTINCT_TOKENS) + sizes[-1] * (TEXT_TOKENS + MOST_FEW_TOKENS + PROFILED_TOKENS)
     common = shlex.split(
         f"--attention-backend sm120_mla --max-total-tokens {pool} --context-length {max(contexts) + 2000} "
         f"--max-running-requests {sizes[-1]} --mem-fraction-static 0.6 "
-        f"--cuda-graph-bs-decode {' '.join(map(str, sizes))}"
+        f"--cuda-graph-bs-decode {' '.join(map(str, sizes))} --enable-metrics"
     )
     draft = shlex.split(
         f"--speculative-draft-model-path {pair / 'drafter'} --speculative-draft-attention-backend triton "
@@ -90,28 +95,40 @@ def prompts_of_many_lengths(text: list[int]) -> list[list[int]]:
     return [text[1000 * i : 1000 * i + length] for i, length in enumerate(lengths)]
 
 
-def answer(up: server.Server, encoded: str, tokens: int) -> list[tuple[float, int]]:
-    """Seconds and steps that each of the prompts, `encoded` as JSON, takes for `tokens`."""
+@dataclass(frozen=True)
+class Answer:
+    """What a request took: seconds since the last prompt of its batch was done, by the server's clock, and steps."""
+
+    seconds: float
+    steps: int
+
+
+def answer(up: server.Server, encoded: str, tokens: int) -> list[Answer]:
+    """The answers of so many tokens to prompts that are JSON already."""
     infos = ask_encoded(up, encoded, tokens, REQUEST_TIMEOUT_S)
-    return [(info["e2e_latency"], info.get("spec_verify_ct", tokens - 1)) for info in infos]
+    prompts_done = max(info["prefill_finished_time"] for info in infos)
+    return [Answer(i["request_finished_ts"] - prompts_done, i.get("spec_verify_ct", tokens - 1)) for i in infos]
 
 
 def first_and_last(up: server.Server, encoded: str, tokens: int) -> tuple[float, float]:
     """Seconds until the first and the last of the prompts has `tokens`."""
-    seconds = [seconds for seconds, _ in answer(up, encoded, tokens)]
+    seconds = [info["e2e_latency"] for info in ask_encoded(up, encoded, tokens, REQUEST_TIMEOUT_S)]
     return min(seconds), max(seconds)
 
 
-def decode(up: server.Server, encoded: str, few: int, tokens: int) -> tuple[float, float]:
+def decoded(begun: list[list[Answer]], ended: list[Answer], tokens: int) -> tuple[float, float]:
     """Tokens per second of a batch while all of it runs, and tokens that a request commits a step.
 
-    Over `tokens` more than `few`. Requests commit unlike numbers a step and end one after the other; a step's time is
-    taken until the first one ends.
+    Over the `tokens` that answers have when `ended`, more than those of few tokens of the same batch have that are only
+    `begun`. Requests commit unlike numbers a step and end one after the other; a step's time is taken until the first
+    one ends.
     """
-    begun, ended = answer(up, encoded, few), answer(up, encoded, few + tokens)
-    steps = [after - before for (_, before), (_, after) in zip(begun, ended, strict=True)]
-    first = min(range(len(ended)), key=lambda i: ended[i][0])
-    step_s = (ended[first][0] - begun[first][0]) / steps[first]
+    few = [
+        (median(one.seconds for one in ones), median(one.steps for one in ones)) for ones in zip(*begun, strict=True)
+    ]
+    steps = [after.steps - before for (_, before), after in zip(few, ended, strict=True)]
+    first = min(range(len(ended)), key=lambda i: ended[i].seconds)
+    step_s = (ended[first].seconds - few[first][0]) / steps[first]
     accepted = [tokens / count for count in steps]
     return sum(accepted) / step_s, statistics.fmean(accepted)
 
@@ -120,31 +137,43 @@ def learn(up: server.Server, encoded: list[str]) -> list[float]:
     """Let the adaptive width get used to a row: tokens per second, prompts apart, as the texts are answered in turn."""
     end, texts, rates = time.monotonic() + LEARNING_S, itertools.cycle(encoded), []
     while time.monotonic() < end:
-        rates.append(decode(up, next(texts), FEW_TOKENS, ANSWER_TOKENS)[0])
+        asked = next(texts)
+        begun, ended = (answer(up, asked, tokens) for tokens in (FEW_TOKENS, FEW_TOKENS + ANSWER_TOKENS))
+        rates.append(decoded([begun], ended, ANSWER_TOKENS)[0])
     return rates
 
 
 def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
-    """Append one row: of each text the median over rounds that the modes take in turns, of these the mean."""
+    """Append one row: of each text the median over rounds that the modes take in turns, of these the mean.
+
+    Answers of few tokens, only there to be taken off, are not asked for in every one of many rounds.
+    """
     batches = range(0, max(TEXTS, batch_size), batch_size)
     encoded = [json.dumps(prompts(text, context, batch_size, at)) for at in batches]
-    row: dict[str, Any] = {"ctx": context, "bs": batch_size}
+    rounds = ROUNDS if len(encoded) > 1 else ROUNDS_OF_ONE
+    tokens = SLOW_ANSWER_TOKENS if context * batch_size > SLOW_BATCH_TOKENS else ANSWER_TOKENS
     few: dict[str, int] = {}
     for mode, up in run.ups.items():
         answer(up, encoded[0], FEW_TOKENS)
         few[mode] = together(partial(first_and_last, up, encoded[0]), FEW_TOKENS, MOST_FEW_TOKENS)
-    if "adaptive" in run.ups:
-        row["learning_tok_s"] = learn(run.ups["adaptive"], encoded)
-    taken: dict[str, list[list[tuple[float, float]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
-    rounds = ROUNDS if len(encoded) > 1 else ROUNDS_OF_ONE
-    tokens = SLOW_ANSWER_TOKENS if context * batch_size > SLOW_BATCH_TOKENS else ANSWER_TOKENS
-    for _, (at, batch), (mode, up) in itertools.product(range(rounds), enumerate(encoded), run.ups.items()):
-        taken[mode][at].append(decode(up, batch, few[mode], tokens))
-    for mode, texts in taken.items():
+    learning = learn(run.ups["adaptive"], encoded) if "adaptive" in run.ups else []
+    begun, ended = ({mode: [[] for _ in encoded] for mode in run.ups} for _ in range(2))
+    for nth in range(rounds):
+        if nth > 0 and run.late():
+            break
+        for (at, batch), (mode, up) in itertools.product(enumerate(encoded), run.ups.items()):
+            if nth < ROUNDS:
+                begun[mode][at].append(answer(up, batch, few[mode]))
+            ended[mode][at].append(answer(up, batch, few[mode] + tokens))
+    row: dict[str, Any] = {"ctx": context, "bs": batch_size, "learning_tok_s": learning}
+    for mode in run.ups:
+        texts = [
+            [decoded(few, one, tokens) for one in all_] for few, all_ in zip(begun[mode], ended[mode], strict=True)
+        ]
         rates = [[rate for rate, _ in text] for text in texts]
         row |= {
             # The same tokens of each text: the mean that counts their time.
-            f"{mode}_tok_s": statistics.harmonic_mean(map(statistics.median, rates)),
+            f"{mode}_tok_s": statistics.harmonic_mean(map(median, rates)),
             f"{mode}_accept_len": statistics.harmonic_mean([accepted for text in texts for _, accepted in text]),
             f"{mode}_repeats_tok_s": rates,
         }
@@ -210,7 +239,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="folder for the grown pair")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32_768, 185_000])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--minutes", type=float, default=60.0, help="no row is begun later than this")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no row and no round is begun later than this")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.verb == "render":

@@ -157,7 +157,7 @@ def _markdown(page: dict[str, Any]) -> str:
         "",
         *table(
             "context | batch | none tok/s | chain | tree | adaptive | adaptive / best | its first answer "
-            "| accept: chain | tree | adaptive | note",
+            "| accept: chain | tree | adaptive | rounds | note",
             map(_speeds, page["rows"]),
         ),
         "",
@@ -188,7 +188,13 @@ def _speeds(row: dict[str, Any]) -> list[str]:
     cells = [f"{row['ctx']:,}", str(row["bs"]), *(number(rate, 0) for rate in rates.values())]
     cells.append(number(rates["adaptive"] and best and rates["adaptive"] / best, 2))
     cells.append(number(next(iter(row.get("learning_tok_s", [])), None), 0))
-    return [*cells, *(number(row.get(f"{mode}_accept_len"), 2) for mode in MODES[1:]), row.get("note", "")]
+    cells += [number(row.get(f"{mode}_accept_len"), 2) for mode in MODES[1:]]
+    return [*cells, str(_rounds(row)), row.get("note", "")]
+
+
+def _rounds(row: dict[str, Any]) -> int:
+    """How often the modes took turns, over all of the row's texts."""
+    return min(sum(map(len, row[f"{mode}_repeats_tok_s"])) for mode in MODES if f"{mode}_tok_s" in row)
 
 
 def _step(row: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import bench_ddtree, ddtree_page
+from tools import bench_ddtree, bench_run, ddtree_page
 
 # (name, microseconds, launch): launch 1 is a plain kernel, 2 the draft graph, 3 the target graph.
 STEP = [
@@ -75,6 +75,8 @@ def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
     without = {"ctx": 8192, "bs": 1, "none_tok_s": 90.0, "chain_tok_s": 120.0, "chain_accept_len": 2.0}
     row = {"ctx": 1024, "bs": 1, "chain_accept_len": 2.5, "tree_accept_len": 3.2}
     row |= {f"{mode}_tok_s": speed for mode, speed in speeds.items()} | {"learning_tok_s": [150.0, 190.0]}
+    for one, modes in ((row, speeds), (without, ("none", "chain"))):
+        one |= {f"{mode}_repeats_tok_s": [[100.0] * 3] * 8 for mode in modes}
     greedy = {"prompts": 16, "identical": 15, "ties": 1, "errors": [], "noise": 0.1}
     run = {"gpu": "a GPU", "torch": "2", "kernel_hash": "0" * 64, "budget": 32, "layers": 32, "rows": [row, without]}
     (tmp_path / "server-run.json").write_text(json.dumps(run | {"equal": {"tree against none": greedy}}))
@@ -83,8 +85,8 @@ def test_the_page_shows_how_far_adaptive_is_from_the_best(tmp_path):
     docs.mkdir()
     ddtree_page.render(tmp_path, docs)
     page = (docs / "ddtree.md").read_text()
-    assert "| 1,024 | 1 | 100 | 150 | 200 | 198 | 0.99 | 150 | 2.50 | 3.20 | - |" in page
-    assert "| 8,192 | 1 | 90 | 120 | - | - | - | - | 2.00 | - | - |" in page
+    assert "| 1,024 | 1 | 100 | 150 | 200 | 198 | 0.99 | 150 | 2.50 | 3.20 | - | 24 |" in page
+    assert "| 8,192 | 1 | 90 | 120 | - | - | - | - | 2.00 | - | - | 24 |" in page
     assert "| 4 | 1,000 | 70 | 430 | 7 | 39 | 35 | 0 |" in page
     assert "| tree against none | 16 | 15 | 1 | 0 |" in page
     assert (docs / "ddtree.png").stat().st_size > 0 and json.loads((docs / "ddtree.json").read_text())["profiles"]
@@ -117,19 +119,49 @@ def test_a_batch_has_as_many_fillers_as_it_needs():
     assert [len(prompt) for prompt in bench_ddtree.prompts(list(range(20_000)), 64, 3)] == [64] * 3
 
 
-def test_a_step_is_timed_while_all_of_the_batch_runs():
-    """One request commits 4 tokens a step of 10 ms; the other 2, and its steps are faster once it is alone."""
-    seen = []
+def two_requests():
+    """A server of two: one commits 4 tokens a step of 10 ms; the other 2, with faster steps once it is alone.
+
+    What the prompts take is unlike at each call; what has been asked for is kept.
+    """
+    asked: list[int] = []
 
     def post(_path, body, _timeout_s):
-        tokens = json.loads(body)["sampling_params"]["max_new_tokens"]
-        seen.append(tokens)
+        asked.append(tokens := json.loads(body)["sampling_params"]["max_new_tokens"])
         fast, slow = tokens // 4, tokens // 2
-        seconds = 1.0 + 0.01 * fast, 1.0 + 0.01 * fast + 0.004 * (slow - fast)
-        steps = zip(seconds, (fast, slow), strict=True)
-        return [{"meta_info": {"e2e_latency": s, "spec_verify_ct": n}} for s, n in steps]
+        prompts_s = 0.1 * len(asked)
+        ends = prompts_s + 0.01 * fast, prompts_s + 0.01 * fast + 0.004 * (slow - fast)
+        prompts = {"prefill_finished_time": prompts_s}, {"prefill_finished_time": prompts_s - 0.05}
+        return [
+            {"meta_info": {"request_finished_ts": end, "e2e_latency": end, "spec_verify_ct": steps} | prompt}
+            for end, steps, prompt in zip(ends, (fast, slow), prompts, strict=True)
+        ]
 
-    up = types.SimpleNamespace(post=post)
-    rate, accepted = bench_ddtree.decode(up, "[]", 8)
-    assert seen == [8, 8 + bench_ddtree.ANSWER_TOKENS]
+    return types.SimpleNamespace(post=post, asked=asked)
+
+
+def test_a_step_is_timed_while_all_of_the_batch_runs():
+    up, tokens = two_requests(), bench_ddtree.ANSWER_TOKENS
+    begun = [bench_ddtree.answer(up, "[]", 8) for _ in range(3)]
+    rate, accepted = bench_ddtree.decoded(begun, bench_ddtree.answer(up, "[]", 8 + tokens), tokens)
     assert (rate, accepted) == (pytest.approx(6 / 0.01), pytest.approx(3.0))
+
+
+@pytest.mark.parametrize(
+    "late_after, batch, rounds", [(99, 2, bench_ddtree.ROUNDS), (99, 8, bench_ddtree.ROUNDS_OF_ONE), (4, 8, 4)]
+)
+def test_modes_take_turns_round_after_round_until_time_is_over(monkeypatch, tmp_path, late_after, batch, rounds):
+    monkeypatch.setattr(bench_ddtree, "LEARNING_S", 0.0)
+    ups = {mode: two_requests() for mode in ("chain", "adaptive")}
+    lates = iter([False] * (late_after - 1))
+    run = bench_run.Run(tmp_path, 0.0, ups=ups)
+    monkeypatch.setattr(run, "late", lambda: next(lates, True))
+    monkeypatch.setattr(run, "save", lambda: None)
+    bench_ddtree.measure(run, list(range(20_000)), 1024, batch)
+    (row,) = run.results["rows"]
+    texts = bench_ddtree.TEXTS // batch
+    for mode, up in ups.items():
+        assert [len(text) for text in row[f"{mode}_repeats_tok_s"]] == [rounds] * texts
+        assert row[f"{mode}_tok_s"] == pytest.approx(6 / 0.01) and row[f"{mode}_accept_len"] == pytest.approx(3.0)
+        long = sum(tokens > bench_ddtree.ANSWER_TOKENS for tokens in up.asked)
+        assert long == rounds * texts, "no more is answered than is kept"
