@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_sm120 import kvdefrag, requests
+from sglang_sm120 import kvdefrag, requests, sessions
 from sglang_sm120.attention import BACKEND_NAME
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def register() -> None:
     _register_cpu_engine()
     kvdefrag.register()
     requests.register()
+    sessions.register()
 
 
 def _register_speculation() -> None:
