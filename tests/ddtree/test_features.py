@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tools import server as launcher
 pytest.importorskip("sglang", reason="the patched sglang is not installed here: run `make install`")
 
 NEW_TOKENS = 24
-LOG_PROBABILITIES = {"return_logprob": True, "top_logprobs_num": 3}
+LOG_PROBABILITIES = {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 2}
 REGEX = r"(import|class|def) [a-z_]{2,12}\n"
 
 
@@ -48,8 +49,15 @@ def outcome(answer: dict) -> tuple:
     return answer["output_ids"], answer["text"], answer["meta_info"]["finish_reason"]
 
 
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string", "maxLength": 6}}}
 CASES = {
     "regex": {"regex": REGEX, "ignore_eos": False},
+    "JSON schema": {"json_schema": json.dumps(SCHEMA | {"required": ["n", "s"]}), "ignore_eos": False},
+    "EBNF": {"ebnf": 'root ::= "import " ("os" | "sys" | "re") "\\n"', "ignore_eos": False},
+    "stop regex": {"stop_regex": ["[0-9(]"]},
+    "one token": {"max_new_tokens": 1},
+    "two answers": {"n": 2},
+    "tiny top-p at temperature 1": {"temperature": 1.0, "top_p": 1e-6},
     "stop string": {"stop": ["self", "\n\n"]},
     "stop token": {"stop_token_ids": [10, 13, 32]},
     "eos": {"ignore_eos": False},
@@ -94,8 +102,9 @@ def test_a_custom_logit_processor_works_on_every_node(server, prompts, plain):
 
 def test_log_probabilities_equal_plain_decoding(server, prompts, plain):
     for mine, theirs in zip(ask(server, prompts, LOG_PROBABILITIES), plain["logprobs"], strict=True):
-        for field in ("output_token_logprobs", "output_top_logprobs"):
+        for field in ("input_token_logprobs", "output_token_logprobs", "output_top_logprobs"):
             ours, expected = (flat(a["meta_info"][field]) for a in (mine, theirs))
+            assert len(expected) > 1
             assert [token for _, token in ours] == [token for _, token in expected]
             assert [value for value, _ in ours] == pytest.approx([value for value, _ in expected], abs=2e-4)
 
