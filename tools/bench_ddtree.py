@@ -157,7 +157,8 @@ def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
         answer(up, encoded[0], FEW_TOKENS)
         few[mode] = together(partial(first_and_last, up, encoded[0]), FEW_TOKENS, MOST_FEW_TOKENS)
     learning = learn(run.ups["adaptive"], encoded) if "adaptive" in run.ups else []
-    begun, ended = ({mode: [[] for _ in encoded] for mode in run.ups} for _ in range(2))
+    begun: dict[str, list[list[list[Answer]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
+    ended: dict[str, list[list[list[Answer]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
     for nth in range(rounds):
         if nth > 0 and run.late():
             break
