@@ -265,11 +265,18 @@ def test_upstreams_plan_stream_finds_nothing_to_correct():
 def test_only_what_runs_is_declared():
     """To upstream, which picks features by such lists and flags."""
     from sglang.srt.arg_groups import choices
+    from sglang.srt.models.deepseek_common import attention_backend_handler, utils
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     served = backend.Sm120MLABackend
-    assert BACKEND_NAME in choices.ATTENTION_BACKEND_CHOICES
+    for granted in (
+        choices.ATTENTION_BACKEND_CHOICES,
+        choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS,
+        attention_backend_handler.MHA_ONE_SHOT_SUPPORTED_BACKENDS,
+        utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS,
+    ):
+        assert granted.count(BACKEND_NAME) == 1, "without it prompts are slow, and no token tells"
     for refused in ("DRAFT_ATTENTION", "DETERMINISTIC_ATTENTION"):
         assert BACKEND_NAME not in getattr(choices, f"{refused}_BACKEND_CHOICES")
     assert BACKEND_NAME not in choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
