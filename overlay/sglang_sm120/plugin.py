@@ -46,8 +46,10 @@ def _register_cpu_engine() -> None:
 
 
 def _create_backend(model_runner: ModelRunner) -> AttentionBackend:
+    from sglang_sm120.attention import select
     from sglang_sm120.attention.backend import Sm120MLABackend
 
+    select.refuse_scaled_kv(model_runner)
     return Sm120MLABackend(model_runner)
 
 

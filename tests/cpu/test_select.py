@@ -10,6 +10,8 @@ from sglang.srt.arg_groups import cuda_graph_hook
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import run_hook
 from sglang.srt.configs import KimiLinearConfig
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
@@ -205,6 +207,41 @@ def test_prompts_with_full_heads_are_not_captured_unless_asked(monkeypatch, back
     load_plugins()
     run_hook(cuda_graph_hook.disable_prefill_cuda_graph_for_deepseek_trtllm_mla, given)
     assert resolving_view(given).cuda_graph_config.prefill.backend == left
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("triton", "sm120_mla"), ("sm120_mla", "fa3")])
+def test_a_checkpoints_scale_of_kv_is_refused_beside_a_backend_that_may_divide_by_it(prefill, decode):
+    """The scale as upstream loads it: one latent row written by both backends would have two meanings."""
+    load_plugins()
+    create = ATTENTION_BACKENDS["sm120_mla"]
+    phase, other = ("prefill", prefill) if decode == "sm120_mla" else ("decode", decode)
+    with pytest.raises(
+        ValueError, match=f"--{phase}-attention-backend {other} .* k_scale 0.5 of /weights, and sm120_mla"
+    ):
+        create(scaled_runner(0.5, prefill, decode))
+
+
+@pytest.mark.parametrize(
+    ("k_scale", "prefill"), [(0.5, "sm120_mla"), (0.5, "flashinfer"), (1.0, "triton"), (-1.0, "triton")]
+)
+def test_a_scale_that_nobody_divides_by_is_no_trouble(k_scale, prefill):
+    """-1 is upstream's mark of a checkpoint without one."""
+    select.refuse_scaled_kv(scaled_runner(k_scale, prefill, "sm120_mla"))
+
+
+def scaled_runner(k_scale: float, prefill: str, decode: str) -> SimpleNamespace:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Module())
+    method = BaseKVCacheMethod(quant_config=None)
+    method.create_weights(model[1])
+    model[1].k_scale.fill_(k_scale)
+    model[1].v_scale.fill_(k_scale)
+    method.process_weights_after_loading(model[1])
+    return SimpleNamespace(
+        model=model,
+        model_config=SimpleNamespace(model_path="/weights"),
+        prefill_attention_backend_str=prefill,
+        decode_attention_backend_str=decode,
+    )
 
 
 def kimi_architecture():

@@ -17,6 +17,8 @@ AUTO_CAPABILITIES = ((12, 0), (12, 1))
 DRAFTS_LIKE_TARGET = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")
 # Their verifies were never run on this backend.
 NOT_VERIFIED_HERE = ("NGRAM", "UNO", "DSPARK")
+# They store latents as they are, whatever scale of KV the checkpoint has.
+STORE_UNSCALED = (BACKEND_NAME, "flashinfer")
 
 
 def is_auto_device() -> bool:
@@ -145,6 +147,24 @@ def check_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
 def _refuse(reasons: list[str]) -> None:
     if reasons:
         raise ValueError(f"--attention-backend {BACKEND_NAME} cannot serve this: " + "; ".join(reasons))
+
+
+def refuse_scaled_kv(model_runner: Any) -> None:
+    """Beside another backend, refuse a checkpoint's scale of KV; it is known once the weights are loaded.
+
+    We read latents as they are. Upstream's Triton divides what it writes absorbed by `k_scale`, in a bf16 pool too, but
+    not what a prompt writes with full heads: no factor is right for both.
+    """
+    named = {"prefill": model_runner.prefill_attention_backend_str, "decode": model_runner.decode_attention_backend_str}
+    layers = (getattr(module, "k_scale_float", None) for module in model_runner.model.modules())
+    scale = next((k_scale for k_scale in layers if k_scale not in (None, 1.0)), None)
+    for phase, backend in named.items():
+        if scale is not None and backend not in STORE_UNSCALED:
+            raise ValueError(
+                f"--{phase}-attention-backend {backend} may store KV divided by the k_scale {scale:g} of "
+                f"{model_runner.model_config.model_path}, and {BACKEND_NAME} reads it as it is: use {BACKEND_NAME} "
+                f"for both phases, or flashinfer"
+            )
 
 
 def leave_prompts_uncaptured(server_args: Any, previous: Callable[[Any], None]) -> None:
