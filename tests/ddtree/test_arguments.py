@@ -88,6 +88,7 @@ REFUSED = [
     ("--kv-canary", "log"),
     ("--enable-watermark",),
     ("--enable-unified-memory",),
+    ("--enable-deterministic-inference",),
     ("--pp-size", "2"),
     ("--dcp-size", "2"),
     ("--attn-cp-size", "2", "--tp-size", "2"),

@@ -164,19 +164,6 @@ def test_all_nodes_of_a_request_are_drawn_by_its_own_settings(setting, monkeypat
     assert (choices[1] != best[1]).sum() > width // 4
 
 
-def test_every_node_is_drawn_by_the_seed_of_its_request_and_its_own_position():
-    """With both, upstream draws as in plain decoding (its hash of them is an op that the CPU engine lacks)."""
-    pytest.importorskip("sglang", reason="the patched sglang is not installed here: run `make install`")
-    from sglang_sm120.ddtree.verify import choose
-
-    asked = []
-    sampler = types.SimpleNamespace(_sample_from_probs=lambda *what: asked.append(what) or (what[2], None))
-    positions, sampling = torch.arange(6), sampling_of(2, sampling_seed=torch.tensor([5, 6]))
-    choose(torch.zeros(6, VOCAB), positions, sampling, sampler, 3)
-    ((_, rows, drawn_at, _),) = asked
-    assert rows.sampling_seed.tolist() == [5, 5, 5, 6, 6, 6] and torch.equal(drawn_at, positions)
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_the_worker_draws_what_the_walk_needs(temperature):
     """The same test through `verify.choose` and upstream's sampler, from logits, 20,000 requests in one batch."""

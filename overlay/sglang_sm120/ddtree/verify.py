@@ -55,6 +55,5 @@ def _a_row_a_node(sampling: SamplingBatchInfo, width: int) -> Any:
         top_ps=repeat(sampling.top_ps),
         top_ks=repeat(sampling.top_ks),
         min_ps=repeat(sampling.min_ps),
-        sampling_seed=repeat(sampling.sampling_seed),
         sampling_mask_batch_indices=None,
     )
