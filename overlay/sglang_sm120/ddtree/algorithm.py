@@ -132,6 +132,11 @@ _REFUSALS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "--attn-dp-size": (lambda a: (a.attn_dp_size or 1) != 1, "use 1 (no --enable-dp-attention)"),
     "--disaggregation-mode": (lambda a: a.disaggregation_mode != "null", "serve prefill and decode in one server"),
     "--enable-unified-memory": (lambda a: a.enable_unified_memory, "leave it out: it refuses trees"),
+    "--enable-hierarchical-cache": (
+        lambda a: a.enable_hierarchical_cache,
+        "leave it out: KV of trees and drafter never went to the host and back",
+    ),
+    "--enable-hisparse": (lambda a: a.enable_hisparse, "leave it out: it is for models of sparse attention"),
     "--enable-two-batch-overlap": (lambda a: a.enable_two_batch_overlap, "leave it out"),
     "--enable-pdmux": (lambda a: a.enable_pdmux, "leave it out: it captures a graph for each of its streams"),
     "--enable-lora": (lambda a: a.enable_lora or a.lora_paths, "leave out --enable-lora and --lora-paths"),
@@ -156,6 +161,10 @@ _REFUSALS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "--speculative-eagle-topk": (
         lambda a: a.speculative_eagle_topk not in (None, 1),
         "use --speculative-ddtree-topk",
+    ),
+    "--speculative-token-map": (
+        lambda a: a.speculative_token_map is not None,
+        "leave it out: the drafter proposes from the target's whole vocabulary",
     ),
     "--speculative-adaptive": (lambda a: a.speculative_adaptive, "use --speculative-ddtree-adaptive"),
     "--speculative-draft-sink-size": (
