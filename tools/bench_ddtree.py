@@ -42,8 +42,8 @@ ANSWER_TOKENS, SLOW_ANSWER_TOKENS, TEXTS = 128, 64, 8
 SLOW_BATCH_TOKENS = 2_000_000
 # How often the modes take turns at each of a row's texts; where a batch is all of them, at that.
 ROUNDS, ROUNDS_OF_ONE = 3, 10
-# The adaptive width learns for so long before a row is measured.
-LEARNING_S = 10.0
+# The adaptive width learns for so long before a row is measured, and for so many steps.
+LEARNING_S, LEARNING_STEPS = 10.0, 120
 EXCERPT_STRIDE = 997
 REQUEST_TIMEOUT_S = 600  # a batch of long prompts may have to be read first
 PROFILED = [(1, 32_768), (16, 32_768)]
@@ -133,13 +133,14 @@ def decoded(begun: list[list[Answer]], ended: list[Answer], tokens: int) -> tupl
     return sum(accepted) / step_s, statistics.fmean(accepted)
 
 
-def learn(up: server.Server, encoded: list[str]) -> list[float]:
+def learn(up: server.Server, encoded: list[str], few: int) -> list[float]:
     """Let the adaptive width get used to a row: tokens per second, prompts apart, as the texts are answered in turn."""
-    end, texts, rates = time.monotonic() + LEARNING_S, itertools.cycle(encoded), []
-    while time.monotonic() < end:
+    end, steps, texts, rates = time.monotonic() + LEARNING_S, 0, itertools.cycle(encoded), []
+    while time.monotonic() < end or steps < LEARNING_STEPS:
         asked = next(texts)
-        begun, ended = (answer(up, asked, tokens) for tokens in (FEW_TOKENS, FEW_TOKENS + ANSWER_TOKENS))
+        begun, ended = (answer(up, asked, tokens) for tokens in (few, few + ANSWER_TOKENS))
         rates.append(decoded([begun], ended, ANSWER_TOKENS)[0])
+        steps += min(answered.steps for answered in ended)
     return rates
 
 
@@ -156,7 +157,7 @@ def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
     for mode, up in run.ups.items():
         answer(up, encoded[0], FEW_TOKENS)
         few[mode] = together(partial(first_and_last, up, encoded[0]), FEW_TOKENS, MOST_FEW_TOKENS)
-    learning = learn(run.ups["adaptive"], encoded) if "adaptive" in run.ups else []
+    learning = learn(run.ups["adaptive"], encoded, few["adaptive"]) if "adaptive" in run.ups else []
     begun: dict[str, list[list[list[Answer]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
     ended: dict[str, list[list[list[Answer]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
     for nth in range(rounds):

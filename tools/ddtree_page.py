@@ -152,7 +152,8 @@ def _markdown(page: dict[str, Any]) -> str:
         "ends with 96 of held-out text, and before them is filler that attention reads and the pair ignores. So",
         "acceptance is the pair's own, alike at every context; a drafter trained for long contexts may lose some.",
         "Tokens per second of a whole batch; medians of interleaved rounds, the mean over texts (8, or one batch).",
-        "Adaptive is measured after 10 s of the row's kind of answers; what it did in the first stands beside it.",
+        "Adaptive is measured after 10 s of the row's kind of answers, and 120 steps; what it did in the first stands",
+        "beside it.",
         "Made by `python -m tools.bench_ddtree`.",
         "",
         *table(

@@ -38,12 +38,15 @@ class Traffic:
     def chances(self, trees: np.ndarray) -> np.ndarray:
         return np.minimum(1.0, self.trust * trees**self.bend)
 
-    def serve(self, policy: WidthPolicy, steps: int, context: int = 1000) -> list[int]:
-        """The widths chosen over so many steps."""
+    def serve(
+        self, policy: WidthPolicy, steps: int, context: int = 1000, factors: dict[int, float] | None = None
+    ) -> list[int]:
+        """The widths chosen over so many steps, which take the measured time, by the factor of each width if any."""
         chosen = []
         for _ in range(steps):
             width = policy.choose(self.batch_size, context)
-            policy.learn(width, self.batch_size, context, policy.costs.estimate(width, self.batch_size, context))
+            seconds = policy.costs.estimate(width, self.batch_size, context) * (factors or {}).get(width, 1.0)
+            policy.learn(width, self.batch_size, context, seconds)
             trees = self.trees(self.batch_size)
             accepted = self._rng.random(trees.shape) < self.chances(trees)
             if width > 1:
@@ -146,10 +149,34 @@ def test_cost_is_a_line_between_measured_batches(batch_size, expected):
     assert table.estimate(8, batch_size, 10) == pytest.approx(expected + 5.0), "the context is that of all requests"
 
 
-def test_all_widths_are_tried_at_a_load_that_is_new():
-    policy, traffic = WidthPolicy(WIDTHS, costs(0.02)), Traffic(0.7)
-    for context in (1000, 100_000):
-        assert set(traffic.serve(policy, 100, context)) == set(WIDTHS)
+def speed(chosen: list[int], seconds: dict[int, float], tokens: dict[int, float]) -> float:
+    return sum(tokens[width] for width in chosen) / sum(seconds[width] for width in chosen)
+
+
+@pytest.mark.parametrize("per_node, decay", [(0.02, 0.7), (0.05, 0.7), (0.05, 0.85), (0.1, 0.9)])
+def test_at_a_new_load_little_is_tried_that_will_not_pay(per_node, decay):
+    """Its first 60 steps, once trials at other loads have shown that what was measured at start is right."""
+    policy, traffic = WidthPolicy(WIDTHS, costs(per_node)), Traffic(decay)
+    tokens, reached = traffic.tokens(), []
+    for context in (250, 500, 1000, 4000, 16_000, 64_000, 256_000):
+        seconds = {width: policy.costs.estimate(width, 4, context) for width in WIDTHS}
+        first = traffic.serve(policy, 60, context)
+        reached.append(speed(first, seconds, tokens) / max(tokens[width] / seconds[width] for width in WIDTHS))
+        traffic.serve(policy, 240, context)
+    assert np.mean(reached[3:]) > 0.88, "0.70 to 0.77 where all widths are tried"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_figures_that_are_wrong_at_each_load_are_put_right(seed):
+    """By a factor of e^0.3 or so for each width apart."""
+    rng, traffic = np.random.default_rng(seed), Traffic(0.85, seed=seed)
+    policy, tokens = WidthPolicy(WIDTHS, costs(0.02)), traffic.tokens()
+    for context in (1000, 4000, 16_000, 64_000):
+        factors = dict(zip(WIDTHS, rng.lognormal(0.0, 0.3, len(WIDTHS)), strict=True))
+        seconds = {width: policy.costs.estimate(width, 4, context) * factors[width] for width in WIDTHS}
+        traffic.serve(policy, 1000, context, factors)
+        chosen = traffic.serve(policy, 2000, context, factors)
+        assert speed(chosen, seconds, tokens) > 0.97 * max(tokens[width] / seconds[width] for width in WIDTHS)
 
 
 def test_what_befalls_all_widths_is_told_by_one():

@@ -152,6 +152,7 @@ def test_a_step_is_timed_while_all_of_the_batch_runs():
 )
 def test_modes_take_turns_round_after_round_until_time_is_over(monkeypatch, tmp_path, late_after, batch, rounds):
     monkeypatch.setattr(bench_ddtree, "LEARNING_S", 0.0)
+    monkeypatch.setattr(bench_ddtree, "LEARNING_STEPS", 0)
     ups = {mode: two_requests() for mode in ("chain", "adaptive")}
     lates = iter([False] * (late_after - 1))
     run = bench_run.Run(tmp_path, 0.0, ups=ups)
@@ -165,3 +166,11 @@ def test_modes_take_turns_round_after_round_until_time_is_over(monkeypatch, tmp_
         assert row[f"{mode}_tok_s"] == pytest.approx(6 / 0.01) and row[f"{mode}_accept_len"] == pytest.approx(3.0)
         long = sum(tokens > bench_ddtree.ANSWER_TOKENS for tokens in up.asked)
         assert long == rounds * texts, "no more is answered than is kept"
+
+
+def test_the_adaptive_width_learns_for_some_steps_however_slow(monkeypatch):
+    monkeypatch.setattr(bench_ddtree, "LEARNING_S", 0.0)
+    rates = bench_ddtree.learn(two_requests(), ["[]"], 8)
+    steps = (8 + bench_ddtree.ANSWER_TOKENS) // 4
+    assert len(rates) == -(-bench_ddtree.LEARNING_STEPS // steps) > 1
+    assert rates == pytest.approx([6 / 0.01] * len(rates))

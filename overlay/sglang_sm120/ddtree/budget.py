@@ -25,6 +25,9 @@ BELIEF_REQUESTS, TREE_REQUESTS = 512, 128
 MAX_STEP_WEIGHT = 0.25
 # Halvings of probability told apart, and how many hits the first guess for one weighs.
 HALVINGS, GUESS_HITS = 12, 1.0
+# A width is worth a trial that would be the best one if its steps were faster than expected by so many deviations of
+# what is not known of them.
+HOPE_DEVIATIONS = 2.0
 # So many requests are verified at the widest before anything is chosen.
 FIRST_REQUESTS = 64
 # Steps of a trial (what the first takes depends on the step before, so it does not count), and steps after it until it
@@ -35,7 +38,7 @@ TRIAL_SHARE, TRIAL_STEPS_AT_FIRST = 0.005, 40
 # Standard deviations of the logarithm of a step's time over what was measured at start. What befalls all widths alike
 # (a busy neighbour, a host that sets the pace) and what befalls one: at start, at a load that is new, a step later.
 COMMON_AT_START, OWN_AT_START = 1.0, 1.0
-COMMON_AT_LOAD, OWN_AT_LOAD = 0.5, 0.3
+COMMON_AT_LOAD, OWN_AT_LOAD = 0.5, 0.2
 COMMON_A_STEP, OWN_A_STEP = 0.1, 0.01
 # Of one step's time, and how many deviations off it is taken for no more than that.
 STEP_NOISE, MOST_DEVIATIONS = 0.1, 3.0
@@ -78,9 +81,9 @@ class Pace:
         return cls(np.zeros(widths), _covariance(widths, COMMON_AT_START, OWN_AT_START))
 
     def elsewhere(self) -> Pace:
-        """What this says of another load."""
-        widths = len(self.mean)
-        return Pace(self.mean.copy(), self.covariance + _covariance(widths, COMMON_AT_LOAD, OWN_AT_LOAD))
+        """What this says of another load: of a width that was not tried at this one, no less than here."""
+        own = np.maximum(0.0, OWN_AT_LOAD**2 - self.doubt())
+        return Pace(self.mean.copy(), self.covariance + COMMON_AT_LOAD**2 + np.diag(own))
 
     def learn(self, at: int, log_ratio: float) -> None:
         """From one step of the width with index `at`."""
@@ -168,12 +171,13 @@ class WidthPolicy:
         tokens, seconds = self.expected_tokens(), self.expected_seconds(batch_size, context_tokens)
         best = int((tokens / seconds).argmax())
         losses = np.maximum(0.0, seconds - tokens * seconds[best] / tokens[best])
-        self._earn(TRIAL_STEPS * losses, seconds[best], (batch_size, context_tokens))
+        doubt = self._pace(batch_size, context_tokens).doubt()
+        promising = tokens / seconds * np.exp(HOPE_DEVIATIONS * doubt**0.5) > tokens[best] / seconds[best]
+        promising[best] = False
+        self._earn(TRIAL_STEPS * losses * promising, seconds[best], (batch_size, context_tokens))
         if self._until_trial == 0:
-            doubt = self._pace(batch_size, context_tokens).doubt() / (TRIAL_STEPS * losses + seconds[best])
-            doubt[best] = 0.0
-            self._trial = int(doubt.argmax())
-            if TRIAL_STEPS * losses[self._trial] > self._credit_seconds:
+            self._trial = int((promising * doubt / (TRIAL_STEPS * losses + seconds[best])).argmax())
+            if not promising[self._trial] or TRIAL_STEPS * losses[self._trial] > self._credit_seconds:
                 return self.widths[best]
             self._until_trial = TRIAL_STEPS + REST_STEPS
         self._until_trial -= 1
