@@ -102,6 +102,8 @@ def main(words: Sequence[str] | None = None) -> None:
     """Entry point of the console script; what goes wrong is one line on stderr."""
     try:
         args = _parser().parse_args(words)
+        if sys.stdout is None:  # Python's way to say that the descriptor was closed
+            raise OSError("standard output is closed: there is nowhere to print to")
         code = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output, `head` say, has enough

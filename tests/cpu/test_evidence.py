@@ -5,6 +5,7 @@ from __future__ import annotations
 import _ctypes
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -260,6 +261,15 @@ def test_exit_codes_of_the_doctor(monkeypatch, capsys, gpu, problems, cpu_engine
     monkeypatch.setattr(standin, "is_needed", lambda: cpu_engine)
     assert cli.doctor(None) == code
     assert all(problem in capsys.readouterr().out for problem in problems)
+
+
+def test_a_closed_output_is_told_in_one_line(monkeypatch, capsys):
+    """As `sglang-sm120 doctor >&-` has it: Python starts without a stdout, and ignores what is printed."""
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["doctor"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "error: standard output is closed: there is nowhere to print to\n"
 
 
 def test_the_doctor_misses_the_plugin(monkeypatch):
