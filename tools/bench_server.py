@@ -42,6 +42,8 @@ KV_DTYPES = ("auto", "fp8_e4m3")
 # The drafter reads this much context on both sides: its own attention is upstream's and not what is compared.
 DRAFT_WINDOW_TOKENS = 4096
 REPEATS = PROMPT_REPEATS = 3
+# Short steps, which move more, are taken so often within so many seconds.
+MOST_REPEATS, ROW_S = 10, 15.0
 # A step's time is a difference of two calls: one of few steps, and one of as many more as take about SPAN_S. A batch's
 # requests arrive one after the other, so the few take so long that the first is not done before the last has come.
 FEW_STEPS = 2
@@ -158,7 +160,10 @@ def measure(run: Run, prompt: list[int], modes: list[str], ctx: int, bs: int, kv
         step_s = step(name, LEAST_STEPS)
         more[name] = min(MOST_STEPS, max(LEAST_STEPS, round(SPAN_S / max(step_s, 1e-3))))
         samples[name] = [step_s] if step_s > SLOW_STEP_S else []
-    for _ in range(REPEATS):
+    end = time.monotonic() + ROW_S
+    for nth in range(MOST_REPEATS):
+        if nth >= REPEATS and time.monotonic() > end:
+            break
         for name, taken in samples.items():
             if len(taken) < 2 or taken[0] < SLOW_STEP_S:
                 taken.append(step(name, more[name]))
@@ -168,6 +173,7 @@ def measure(run: Run, prompt: list[int], modes: list[str], ctx: int, bs: int, kv
             continue
         per_step = 1 if mode == "plain" else SIMULATED_ACCEPT_LEN
         row: dict[str, Any] = {"mode": mode, "ctx": ctx, "bs": bs, "kv_dtype": kv, "kernel_hash": kernels.source_hash()}
+        row["turns"] = min(len(samples[name]) for name in side.values() if name in samples)
         for who, name in side.items():
             median_s = medians_s.get(name)
             row[f"{who}_tok_s"] = median_s and bs * per_step / median_s

@@ -82,6 +82,17 @@ def test_modes_that_stock_serves_alike_are_measured_together_and_steps_are_count
     ]
 
 
+@pytest.mark.parametrize(
+    "step_s, row_s, turns",
+    [(0.01, math.inf, bench_server.MOST_REPEATS), (0.01, 0.0, bench_server.REPEATS), (0.5, math.inf, 2)],
+)
+def test_short_steps_are_taken_more_often_while_there_is_time(run, monkeypatch, step_s, row_s, turns):
+    monkeypatch.setattr(bench_server, "ROW_S", row_s)
+    run.ups["stock-plain-auto"], run.ups["ours-plain-auto"] = answering(step_s), answering(step_s)
+    bench_server.measure(run, bench_server.prompt_ids(0, 64), ["plain"], 64, 1, "auto")
+    assert run.results["rows"][0]["turns"] == turns
+
+
 def test_the_chain_by_ddtree_needs_one_server_more(run, monkeypatch):
     monkeypatch.setattr(bench_server.tiny_model, "write_drafter", lambda folder, *_, **__: folder)
     asked = argparse.Namespace(work=run.out, contexts=[64], modes=["chain-q8", "ddtree-q8"], kv_dtypes=["auto"], gpus=1)
