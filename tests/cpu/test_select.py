@@ -169,6 +169,13 @@ def test_more_heads_a_rank_than_the_kernels_take_are_refused(gpu, sizes, refused
     assert bool(reasons) == refused and all("256 heads a rank" in reason for reason in reasons)
 
 
+def test_a_model_without_heads_is_told_of_its_latent(gpu):
+    """Mamba on upstream's backend: the line at start asks the same rules, and may not end the server."""
+    gpu((12, 0))
+    (refusal,) = select.refusals(args(), kimi(num_attention_heads=None, kv_lora_rank=None))
+    assert "no MLA latent" in refusal
+
+
 def test_the_cpu_engine_needs_no_kernels():
     assert select.refusals(args(device="cpu"), kimi(dtype=torch.float32)) == []
 

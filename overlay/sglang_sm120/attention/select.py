@@ -56,7 +56,7 @@ def refusals(server_args: Any, model_config: Any) -> list[str]:
     """Why this configuration cannot run on `sm120_mla`, each naming the flag or the model property; empty if it can."""
     cfg = server_args
     found = _flag_refusals(cfg) + _model_refusals(model_config)
-    heads = model_config.num_attention_heads * cfg.attn_dp_size // cfg.tp_size
+    heads = (model_config.num_attention_heads or 0) * cfg.attn_dp_size // cfg.tp_size  # Mamba has none
     if heads > ops.MAX_HEADS:
         found.append(
             f"--tp-size {cfg.tp_size} leaves {heads} heads a rank, the backend takes {ops.MAX_HEADS}: raise it"
