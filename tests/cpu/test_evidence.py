@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from served import metric
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_sm120 import cli, ops
 from sglang_sm120.attention import graphs, metrics, report, select
 from sglang_sm120.cpu import standin
@@ -53,7 +55,13 @@ def test_the_doctor_finds_the_same_facts(server):
     (state,) = server.info()["internal_states"]
     facts = state[report.STATE_KEY]
     assert facts["attention"] == "sm120_mla (asked for)"
-    assert "sglang.srt.model_executor.model_runner.ModelRunner.forward" in facts["hooks"]
+
+
+def test_every_hook_is_in_force(server):
+    """Of one whose place upstream moved or renamed it logs a traceback, and serves without."""
+    load_plugins()
+    (state,) = server.info()["internal_states"]
+    assert set(state[report.STATE_KEY]["hooks"].split(", ")) == set(HookRegistry._hooks)
 
 
 def test_the_doctor_prints_them(server, capsys):
