@@ -144,39 +144,45 @@ def learn(up: server.Server, encoded: list[str], few: int) -> list[float]:
     return rates
 
 
-def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
-    """Append one row: of each text the median over rounds that the modes take in turns, of these the mean.
+def take_turns(
+    run: Run, batch: str, few: dict[str, int], tokens: int, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """By mode, what `decoded` says of each round in which the modes answer a text.
 
     Answers of few tokens, only there to be taken off, are not asked for in every one of many rounds.
     """
+    begun: dict[str, list[list[Answer]]] = {mode: [] for mode in run.ups}
+    ended: dict[str, list[list[Answer]]] = {mode: [] for mode in run.ups}
+    for nth in range(rounds):
+        if nth > 0 and run.late():
+            break
+        for mode, up in run.ups.items():
+            if nth < ROUNDS:
+                begun[mode].append(answer(up, batch, few[mode]))
+            ended[mode].append(answer(up, batch, few[mode] + tokens))
+    return {mode: [decoded(begun[mode], one, tokens) for one in ended[mode]] for mode in run.ups}
+
+
+def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
+    """Append one row: of each text the median over rounds that the modes take in turns, of these the mean."""
     batches = range(0, max(TEXTS, batch_size), batch_size)
     encoded = [json.dumps(prompts(text, context, batch_size, at)) for at in batches]
-    rounds = ROUNDS if len(encoded) > 1 else ROUNDS_OF_ONE
-    tokens = SLOW_ANSWER_TOKENS if context * batch_size > SLOW_BATCH_TOKENS else ANSWER_TOKENS
     few: dict[str, int] = {}
     for mode, up in run.ups.items():
         answer(up, encoded[0], FEW_TOKENS)
         few[mode] = together(partial(first_and_last, up, encoded[0]), FEW_TOKENS, MOST_FEW_TOKENS)
-    learning = learn(run.ups["adaptive"], encoded, few["adaptive"]) if "adaptive" in run.ups else []
-    begun: dict[str, list[list[list[Answer]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
-    ended: dict[str, list[list[list[Answer]]]] = {mode: [[] for _ in encoded] for mode in run.ups}
-    for nth in range(rounds):
-        if nth > 0 and run.late():
-            break
-        for (at, batch), (mode, up) in itertools.product(enumerate(encoded), run.ups.items()):
-            if nth < ROUNDS:
-                begun[mode][at].append(answer(up, batch, few[mode]))
-            ended[mode][at].append(answer(up, batch, few[mode] + tokens))
-    row: dict[str, Any] = {"ctx": context, "bs": batch_size, "learning_tok_s": learning}
+    row: dict[str, Any] = {"ctx": context, "bs": batch_size}
+    if "adaptive" in run.ups:
+        row["learning_tok_s"] = learn(run.ups["adaptive"], encoded, few["adaptive"])
+    rounds = ROUNDS if len(encoded) > 1 else ROUNDS_OF_ONE
+    tokens = SLOW_ANSWER_TOKENS if context * batch_size > SLOW_BATCH_TOKENS else ANSWER_TOKENS
+    texts = [take_turns(run, batch, few, tokens, rounds) for batch in encoded]
     for mode in run.ups:
-        texts = [
-            [decoded(few, one, tokens) for one in all_] for few, all_ in zip(begun[mode], ended[mode], strict=True)
-        ]
-        rates = [[rate for rate, _ in text] for text in texts]
+        rates = [[rate for rate, _ in text[mode]] for text in texts]
         row |= {
             # The same tokens of each text: the mean that counts their time.
             f"{mode}_tok_s": statistics.harmonic_mean(map(median, rates)),
-            f"{mode}_accept_len": statistics.harmonic_mean([accepted for text in texts for _, accepted in text]),
+            f"{mode}_accept_len": statistics.harmonic_mean([one for text in texts for _, one in text[mode]]),
             f"{mode}_repeats_tok_s": rates,
         }
     print({k: round(v, 2) for k, v in row.items() if not isinstance(v, list)}, flush=True)

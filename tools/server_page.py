@@ -21,14 +21,14 @@ see kernel.md), and FlashInfer's prefill. Chain rows: DFLASH with 4 tokens a ste
 drafter is random), a drafter with bf16 KV and a window of 4,096 tokens on both sides. All servers are up at once and
 take turns; rows of ddtree are DDTREE with one candidate a position, which is the same chain, against stock's DFLASH: no
 accept length is set there, and tok/s says what the step would give at 4 tokens. Medians of 3 turns (2 where a step
-takes over 150 ms; up to 10 in rows that state their turns in the JSON). \
-A step's time is the difference of two calls, each from the end of the prompt to the last token,
-divided by the steps that one has more. Rows noted "from arrival" (medians of 5) began the clock when the request came:
-of 49 rows taken both ways, stock's step at batch 1 and 32k tokens or more came out 6 to 17% longer then (probably the
-step that overlap scheduling runs past a request's end held up the next); ours, a few milliseconds, came out 0.67 to
-1.75 times. The requests of a batch share all but their last 16 tokens. Steps under about 5 ms are bound by the host:
-launch and scheduler, the same on both sides. KV "auto" is bf16. A row or line names the kernel sources it ran on. Made
-by `python -m tools.bench_server`; what is missing was not measured.
+takes over 150 ms; up to 10 in rows that state their turns in the JSON). A step's time is the difference of two calls,
+each from the end of the prompt to the last token, divided by the steps that one has more. Rows noted "from arrival"
+(medians of 5) began the clock when the request came: of 49 rows taken both ways, stock's step at batch 1 and 32k
+tokens or more came out 6 to 17% longer then (probably the step that overlap scheduling runs past a request's end held
+up the next); ours, a few milliseconds, came out 0.67 to 1.75 times. The requests of a batch share all but their last
+16 tokens. Steps under about 5 ms are bound by the host: launch and scheduler, the same on both sides. KV "auto" is
+bf16. A row or line names the kernel sources it ran on. Made by `python -m tools.bench_server`; what is missing was
+not measured.
 """
 PREFILL = """
 ## Prompts
