@@ -63,6 +63,7 @@ def test_data_parallel_attention_with_and_without_an_idle_rank(tmp_path, prompts
     assert tokens(one_by_one) == tokens(together) == alone
 
 
+@pytest.mark.slow
 def test_pipeline_parallel_ranks_hold_their_layers(tmp_path, prompts, alone):
     flags = [*pair.FLAGS, "--pp-size", "2"]
     with launcher.running(pair.TARGET, tmp_path / "log", flags, env=RANKS_ENV) as server:

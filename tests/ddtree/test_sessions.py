@@ -25,7 +25,11 @@ TURNS = [*({"max_new_tokens": tokens} for tokens in (2, 5, 2, 2, 9, 1)), STOPPED
 ABORTED_BEFORE = 5
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+# Each fails without the mend; the first one stands for them where time counts.
+FIRST, *OTHERS = VARIANTS
+
+
+@pytest.fixture(scope="module", params=[FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def server(request, tmp_path_factory):
     flags = [*VARIANTS[request.param], "--enable-streaming-session"]
     with launcher.running(pair.TARGET, tmp_path_factory.mktemp("sessions") / "log", flags) as up:
