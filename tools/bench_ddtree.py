@@ -15,13 +15,12 @@ import argparse
 import itertools
 import json
 import shlex
-import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, harmonic_mean, median
 from typing import Any
 
 from tools import ddtree_page, greedy, grow_pair, kernels, server
@@ -130,7 +129,7 @@ def decoded(begun: list[list[Answer]], ended: list[Answer], tokens: int) -> tupl
     first = min(range(len(ended)), key=lambda i: ended[i].seconds)
     step_s = (ended[first].seconds - few[first][0]) / steps[first]
     accepted = [tokens / count for count in steps]
-    return sum(accepted) / step_s, statistics.fmean(accepted)
+    return sum(accepted) / step_s, fmean(accepted)
 
 
 def learn(up: server.Server, encoded: list[str], few: int) -> list[float]:
@@ -181,8 +180,8 @@ def measure(run: Run, text: list[int], context: int, batch_size: int) -> None:
         rates = [[rate for rate, _ in text[mode]] for text in texts]
         row |= {
             # The same tokens of each text: the mean that counts their time.
-            f"{mode}_tok_s": statistics.harmonic_mean(map(median, rates)),
-            f"{mode}_accept_len": statistics.harmonic_mean([one for text in texts for _, one in text[mode]]),
+            f"{mode}_tok_s": harmonic_mean(map(median, rates)),
+            f"{mode}_accept_len": harmonic_mean([one for text in texts for _, one in text[mode]]),
             f"{mode}_repeats_tok_s": rates,
         }
     print({k: round(v, 2) for k, v in row.items() if not isinstance(v, list)}, flush=True)
